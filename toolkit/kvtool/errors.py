@@ -14,6 +14,7 @@
     │   └── Overloaded          refused early; `retry_after_s` says when to come back
     ├── LeaseLapsed             a read outlived its lease; the copy must be thrown away
     ├── BlockCorrupt            bytes did not match their checksum; counted, quarantined, a miss
+    ├── EngineFailed            the engine raised, or gave logits that are no numbers; that request is lost, no other
     ├── DeadlinePassed          the request's own time was up
     ├── Cancelled               the client went away or asked to stop
     └── ProtocolError           a peer speaks another version, or nonsense
@@ -81,6 +82,10 @@ class LeaseLapsed(KvtoolError):
 
 
 class BlockCorrupt(KvtoolError):
+    pass
+
+
+class EngineFailed(KvtoolError):
     pass
 
 

@@ -1,0 +1,64 @@
+"""Every knob of the two workers, with its default, in one place. The deployment spec takes its defaults from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How a worker uses the pool. Budgets bound every wait; what is not there in time is recomputed.
+
+    `path`: auto, shm or ucx. `fetch_threads`: reads and imports that run at once.
+    `fetch_slack`: no fetch may take longer than this share of the time that recomputing would take, unless the measured
+    bandwidth says that it needs it; a stalled pool therefore costs a request a fifth of its prefill at most.
+    `breaker_failures` waits in vain in a row close the way to the pool for `breaker_rest_s`.
+    """
+
+    path: str = "auto"
+    match_budget_s: float = 0.5
+    fetch_budget_s: float = 2.0
+    put_budget_s: float = 2.0
+    fetch_threads: int = 2
+    fetch_slack: float = 0.2
+    fetch_floor_s: float = 0.05
+    breaker_failures: int = 3
+    breaker_rest_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """`active_max`: requests that hold KV blocks at once and take turns at chunk boundaries. `staging_blocks_max`: blocks
+    that are computed and wait for the pool; beyond it they are not put (the decode instance recomputes them).
+    `tail_transient_s`: how long the pool keeps a hand-off's trailing partial block. `tail_to_decode`: when the trailing
+    partial block is all that is missing, leave it to the decode instance, which needs the prefix anyway."""
+
+    threads: int = 2
+    kv_blocks: int = 512
+    chunk_tokens: int = 512
+    queue_max: int = 256
+    active_max: int = 4
+    staging_blocks_max: int = 64
+    tail_transient_s: float = 60.0
+    tail_to_decode: bool = True
+    pool: PoolOptions = PoolOptions()
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """`chunk_tokens`: prompt tokens recomputed between two decode steps, and `recompute_share` of the engine's time that
+    may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks go to
+    the pool for the conversation's next turn. `backlog_max`: finished requests that may wait for that; the oldest are
+    dropped beyond it, and whenever their memory is wanted."""
+
+    threads: int = 2
+    kv_blocks: int = 1024
+    batch_max: int = 16
+    queue_max: int = 256
+    chunk_tokens: int = 128
+    recompute_share: float = 0.5
+    canonicalise: bool = True
+    canonicalise_share: float = 0.1
+    backlog_max: int = 16
+    staging_blocks_max: int = 64
+    pool: PoolOptions = PoolOptions()
