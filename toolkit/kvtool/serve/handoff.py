@@ -16,10 +16,10 @@ from kvtool.serve.request import Usage
 
 @dataclass(frozen=True)
 class Handoff:
-    """`blocks`: whole blocks that are in the pool as far as prefill knows. `tail`: tokens in the transient partial block
-    behind them, 0 for none. `hit_blocks`: of `blocks`, those that were resident before the request came; `hit_tokens`:
-    their tokens by tier, empty where prefill had no need to read them. `seed`: short digest of the key seed; instances
-    that disagree on it cannot share blocks."""
+    """`blocks`: whole blocks that are in the pool as far as prefill knows. `tail`: tokens in the transient partial
+    block behind them, 0 for none. `hit_blocks`: of `blocks`, those that were resident before the request came;
+    `hit_tokens`: their tokens by tier, empty where prefill had no need to read them. `seed`: short digest of the key
+    seed; instances that disagree on it cannot share blocks."""
 
     blocks: int
     tail: int = 0

@@ -28,8 +28,8 @@ class PoolOptions:
 
 @dataclass(frozen=True)
 class PrefillOptions:
-    """`active_max`: requests that hold KV blocks at once and take turns at chunk boundaries. `staging_blocks_max`: blocks
-    that are computed and wait for the pool; beyond it they are not put (the decode instance recomputes them).
+    """`active_max`: requests that hold KV blocks at once and take turns at chunk boundaries. `staging_blocks_max`:
+    blocks that are computed and wait for the pool; beyond it they are not put (the decode instance recomputes them).
     `tail_transient_s`: how long the pool keeps a hand-off's trailing partial block. `tail_to_decode`: when the trailing
     partial block is all that is missing, leave it to the decode instance, which needs the prefix anyway."""
 
@@ -46,8 +46,8 @@ class PrefillOptions:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """`chunk_tokens`: prompt tokens recomputed between two decode steps, and `recompute_share` of the engine's time that
-    may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks go to
+    """`chunk_tokens`: prompt tokens recomputed between two decode steps, and `recompute_share` of the engine's time
+    that may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks go to
     the pool for the conversation's next turn. `backlog_max`: finished requests that may wait for that; the oldest are
     dropped beyond it, and whenever their memory is wanted."""
 

@@ -6,18 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtool.engine.sampling import Sampling as Sampling
 from kvtool.errors import KvtoolError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Greedy at temperature 0. Otherwise the random numbers are a function of (seed, position) alone, so an answer does
-    not depend on who shares the batch. `top_k` 0 and `top_p` 1 switch themselves off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
