@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from kvtool.engine.base import DecodeStep, LayerHooks
 from kvtool.errors import EngineFull
-from kvtool.kv.layout import KVLayout
+from kvtool.kv.layout import DTYPE_SIZE, KVLayout
 
 U64 = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
@@ -86,6 +86,7 @@ class OracleEngine:
         self._free = list(range(blocks - 1, -1, -1))
         self._seed = int.from_bytes(blake3(model.encode()).digest(8), "little")
         self._words = self.layout.token_size // 8
+        self._head = self.layout.head_dim * DTYPE_SIZE[self.layout.dtype]
 
     @property
     def blocks_free(self) -> int:
@@ -170,20 +171,20 @@ class OracleEngine:
     def _by_token(self, block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """A view of one block as [layers, 2, kv_heads, block_tokens, bytes of a head]."""
         layers, two, heads, tokens, _ = self.layout.shape
-        return block.reshape(layers, two, heads, tokens, -1)
+        return block.reshape(layers, two, heads, tokens, self._head)
 
     def _read(self, sequence: OracleSequence, end: int) -> U64:
         """KV words of [0, end) from memory: [end, words]."""
         used = -(-end // self.layout.block_tokens)
         layers, two, heads, tokens, _ = self.layout.shape
-        raw = self._memory[sequence.blocks[:used]].reshape(used, layers, two, heads, tokens, -1)
+        raw = self._memory[sequence.blocks[:used]].reshape(used, layers, two, heads, tokens, self._head)
         rows = np.ascontiguousarray(raw.transpose(0, 4, 1, 2, 3, 5)).reshape(used * tokens, self.layout.token_size)
         return rows.view(np.uint64)[:end]
 
     def _store(self, sequence: OracleSequence, start: int, kv: U64, layer: int) -> None:
         """Write `layer`'s share of `kv` [positions, words] at positions from `start`."""
         layers, two, heads, tokens, _ = self.layout.shape
-        rows = np.ascontiguousarray(kv).view(np.uint8).reshape(len(kv), layers, two, heads, -1)[:, layer]
+        rows = np.ascontiguousarray(kv).view(np.uint8).reshape(len(kv), layers, two, heads, self._head)[:, layer]
         done = 0
         while done < len(rows):
             index, offset = divmod(start + done, tokens)

@@ -47,9 +47,9 @@ class PrefillOptions:
 @dataclass(frozen=True)
 class DecodeOptions:
     """`chunk_tokens`: prompt tokens recomputed between two decode steps, and `recompute_share` of the engine's time
-    that may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks go to
-    the pool for the conversation's next turn. `backlog_max`: finished requests that may wait for that; the oldest are
-    dropped beyond it, and whenever their memory is wanted."""
+    that may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks
+    go to the pool for the conversation's next turn. `backlog_max`: finished requests that may wait for that; the oldest
+    are dropped beyond it, and whenever their memory is wanted."""
 
     threads: int = 2
     kv_blocks: int = 1024

@@ -18,7 +18,7 @@ class Request:
     request_id: str
     tokens: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     deadline_s: float = 600.0
     priority: int = 50
