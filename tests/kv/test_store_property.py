@@ -1,0 +1,183 @@
+"""Random puts, reads, moves, deaths and clock jumps against a plain model of the bytes.
+
+The model keeps what was written: `memory[slot]` and `files[slot]` hold the (key, generation) last written there. It
+checks on every step that a hit shows the bytes of its key, that nobody writes where a live lease or another writer is,
+that caps hold and that no slot is lost; and at the end that everything comes back once everybody is gone.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvtool.kv.record import Commit, Demote, Grant, Promote, Stamp, State, Want
+from kvtool.kv.store import Store
+
+KEYS = [bytes([n]) * 32 for n in range(40)]
+TERM_S, RESERVE_S = 1.0, 2.0
+
+
+class Machine:
+    def __init__(self, rng: Random, slots: int, file_slots: int) -> None:
+        self.rng, self.now_s = rng, 0.0
+        self.store = Store(slots, 100, file_slots, TERM_S, RESERVE_S)
+        self.memory: dict[int, tuple[bytes, int]] = {}
+        self.files: dict[int, bytes] = {}
+        self.headers: dict[int, Stamp] = {}
+        self.moves: list[Demote | Promote] = []
+        self.leased: dict[tuple[int, int], tuple[float, list[tuple[int, int]]]] = {}
+        self.writers: list[tuple[int, int, int, bytes, float]] = []  # owner, slot, generation, key, deadline
+        self.readings: list[tuple[float, object]] = []
+        self.number = 0
+        self.hits = self.promoted_hits = 0
+
+    def act(self) -> None:
+        for action in self.store.take_actions():
+            if isinstance(action, Stamp):
+                if not action.key:  # the slot is handed to somebody new
+                    for lapses_at_s, held in self.leased.values():
+                        assert self.now_s >= lapses_at_s or action.slot not in [slot for slot, _ in held]
+                    assert action.slot not in [slot for _, slot, *_ in self.writers], "two writers in one slot"
+                    assert action.generation > self.headers.get(action.slot, Stamp(0, 0)).generation
+                    self.memory[action.slot] = (b"torn", action.generation)
+                self.headers[action.slot] = action
+            else:
+                self.moves.append(action)
+
+    def finish_move(self, ok: bool) -> None:
+        move = self.moves.pop(self.rng.randrange(len(self.moves)))
+        if isinstance(move, Demote):
+            if ok:
+                self.files[move.file_slot] = self.memory[move.slot][0]
+            self.store.demoted(move.move, ok, self.now_s)
+        else:
+            if ok:
+                assert self.files[move.file_slot] == move.key, "promotes another block's bytes"
+                self.memory[move.slot] = (move.key, self.store.dram.generation(move.slot))
+            self.store.promoted(move.move, ok, self.now_s, corrupt=not ok)
+        self.act()
+        for _, reading in self.readings:
+            self.store.advance(reading, self.now_s)
+            self.act()
+
+    def put(self, owner: int) -> None:
+        start = self.rng.randrange(len(KEYS) - 4)
+        transient = self.rng.choice([None, None, None, 1.5])
+        wants = [
+            Want(key, self.rng.choice([50, 100]), KEYS[start + at - 1] if start + at else None, transient)
+            for at, key in enumerate(KEYS[start : start + self.rng.randrange(1, 4)], 0)
+        ]
+        for want, answer in zip(wants, self.store.reserve(owner, wants, self.now_s), strict=True):
+            if answer.grant is Grant.GRANTED:
+                self.writers_before_act(owner, answer.slot, answer.generation, want.key)
+
+    def writers_before_act(self, owner: int, slot: int, generation: int, key: bytes) -> None:
+        self.act()
+        self.writers.append((owner, slot, generation, key, self.now_s + RESERVE_S))
+
+    def end_put(self, commit: bool) -> None:
+        owner, slot, generation, key, deadline_s = self.writers.pop(self.rng.randrange(len(self.writers)))
+        self.memory[slot] = (key, generation)  # even the late write: nobody else may be in there
+        if not commit:
+            self.store.abort(owner, slot, generation, self.now_s)
+            return
+        answer = self.store.commit(owner, slot, generation, hash(key), self.now_s)
+        assert (answer is Commit.STORED) == (self.now_s < deadline_s)
+
+    def read(self, owner: int) -> None:
+        start, self.number = self.rng.randrange(len(KEYS)), self.number + 1
+        keys = KEYS[start : start + self.rng.randrange(1, 6)]
+        reading = self.store.begin_read((owner, self.number), keys, self.now_s, wait_s=0.5)
+        self.act()
+        self.readings.append((self.now_s + 0.5, reading))
+
+    def answer_reads(self) -> None:
+        for until_s, reading in list(self.readings):
+            if reading.done or self.now_s >= until_s:
+                self.readings.remove((until_s, reading))
+                hits = self.store.finish_read(reading)
+                self.leased[reading.lease.read] = (until_s - 0.5 + TERM_S, [(h.slot, h.generation) for h in hits])
+                assert [hit.key for hit in hits] == reading.keys[: len(hits)]
+                for hit in hits:
+                    stamp = self.headers[hit.slot]
+                    assert (stamp.key, stamp.generation) == (hit.key, hit.generation)
+                    self.promoted_hits += hit.filed
+                self.hits += len(hits)
+
+    def check(self) -> None:
+        store = self.store
+        assert store.lost_slots() == 0
+        assert store.dram.used <= store.dram.count and store.files.used <= store.files.count
+        for lapses_at_s, held in self.leased.values():
+            for slot, generation in held:
+                if self.now_s < lapses_at_s:
+                    assert store.dram.generation(slot) == generation, "a leased slot was given away"
+                    assert self.memory[slot][0] == self.headers[slot].key != b""
+        for key, state in store.resident().items():
+            entry = store._index[key]
+            if state in (State.COMMITTED, State.DEMOTING):
+                assert self.memory[entry.slot] == (key, entry.generation)
+
+    def step(self) -> None:
+        rng = self.rng
+        match rng.choice(["put", "put", "end", "end", "read", "read", "release", "move", "move", "time", "drop", "die"]):
+            case "put":
+                self.put(rng.randrange(3))
+            case "end" if self.writers:
+                self.end_put(commit=rng.random() < 0.85)
+            case "read":
+                self.read(rng.randrange(3))
+            case "release" if self.leased:
+                read = rng.choice(list(self.leased))
+                lapses_at_s, _ = self.leased.pop(read)
+                on_time = self.store.release(read, self.now_s)
+                assert on_time or self.now_s >= lapses_at_s
+            case "move" if self.moves:
+                self.finish_move(ok=rng.random() < 0.9)
+            case "time":
+                self.now_s += rng.choice([0.0, 0.1, 0.4, 2.5])
+                self.store.tick(self.now_s)
+            case "drop":
+                self.store.drop([rng.choice(KEYS)], self.now_s)
+            case "die" if rng.random() < 0.2:
+                self.leave(rng.randrange(3))
+        self.act()
+        self.answer_reads()
+        self.check()
+
+    def leave(self, owner: int) -> None:
+        self.writers = [writer for writer in self.writers if writer[0] != owner]
+        self.leased = {read: held for read, held in self.leased.items() if read[0] != owner}
+        self.readings = [(until, reading) for until, reading in self.readings if reading.lease.read[0] != owner]
+        self.store.owner_gone(owner, self.now_s)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(seed):
+    rng = Random(seed)
+    machine = Machine(rng, slots=rng.choice([1, 3, 8, 20]), file_slots=rng.choice([0, 2, 12, 60]))
+    for _ in range(400):
+        machine.step()
+    for owner in range(3):
+        machine.leave(owner)
+    while machine.moves:
+        machine.finish_move(ok=True)
+    machine.now_s += 10.0
+    machine.store.tick(machine.now_s)
+    machine.act()
+    while machine.moves:
+        machine.finish_move(ok=True)
+    assert machine.store.audit(machine.now_s) == [], "something is held though nobody is there"
+    entries = machine.store._index.values()
+    assert machine.store.dram.used == sum(entry.slot >= 0 for entry in entries)
+    assert machine.store.leases.next_due_s() is None
+
+
+def test_the_random_machine_reaches_hits_in_both_tiers():
+    machine = Machine(Random(5), slots=8, file_slots=60)
+    for _ in range(3000):
+        machine.step()
+    assert machine.hits > 200 and machine.promoted_hits > 20
+    counts = machine.store.counts
+    assert min(counts.demoted, counts.evicted + counts.promote_failed, counts.timed_out, counts.leases_lapsed) > 0

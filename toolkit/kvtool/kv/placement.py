@@ -1,0 +1,76 @@
+"""Placement: which rank should hold a block.
+
+Rendezvous hashing over the live ranks of an epoch: every rank scores every key and the highest score wins. There is no
+table to keep or to lose, all who know the same ranks agree, and when a rank goes only its own keys move. Scores follow
+the weighted form of Schindelhauer & Schomaker, "Weighted distributed hash tables" (SPAA 2005): score = -ln(u) / weight,
+lowest wins. With equal weights that is the order of the hashes themselves, which is what is compared then: exact on
+every machine, and a few numpy operations for a whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+
+from kvtool.kv.block import KEY_SIZE, BlockKey
+
+_MASK = 2**64 - 1
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class Member:
+    """A live rank. `identity` outlives restarts; a weight of 0 gets nothing (an empty newcomer ramps up from there)."""
+
+    rank: int
+    identity: str
+    weight: float = 1.0
+
+
+def _mix(value: int) -> int:
+    """The finaliser of splitmix64: all output bits depend on all input bits."""
+    value = ((value ^ (value >> 30)) * _M1) & _MASK
+    value = ((value ^ (value >> 27)) * _M2) & _MASK
+    return value ^ (value >> 31)
+
+
+class Placement:
+    """Owners of keys among `members`, as known under `epoch`."""
+
+    def __init__(self, epoch: int, members: Sequence[Member]) -> None:
+        self.epoch = epoch
+        self.members = tuple(sorted((m for m in members if m.weight > 0), key=lambda m: m.identity))
+        self._seeds = [int.from_bytes(blake3(m.identity.encode()).digest()[:8], "little") for m in self.members]
+        self._even = len({m.weight for m in self.members}) <= 1
+
+    def owner(self, key: BlockKey) -> int | None:
+        """The rank that should hold `key`, or None when no rank is live."""
+        if not self.members:
+            return None
+        (raw,) = struct.unpack_from("<Q", key)
+        hashes = [_mix(raw ^ seed) for seed in self._seeds]
+        if self._even:
+            best = max(range(len(hashes)), key=hashes.__getitem__)
+        else:
+            scores = [-math.log((h + 1) / 2.0**64) / m.weight for h, m in zip(hashes, self.members, strict=True)]
+            best = min(range(len(scores)), key=scores.__getitem__)
+        return self.members[best].rank
+
+    def owners(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        """`owner` of each of `keys`; about 0.1 us a key and rank for large batches."""
+        if len(self.members) == 1:
+            return [self.members[0].rank] * len(keys)
+        if len(keys) < 16 or not self._even or not self.members:
+            return [self.owner(key) for key in keys]
+        raw = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_SIZE // 8)[:, 0]
+        value = raw[None, :] ^ np.array(self._seeds, dtype=np.uint64)[:, None]
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(_M1)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(_M2)
+        best = (value ^ (value >> np.uint64(31))).argmax(axis=0)
+        ranks = [m.rank for m in self.members]
+        return [ranks[at] for at in best.tolist()]

@@ -1,0 +1,217 @@
+"""What a rank knows of a block, what it may be asked, and what it wants done.
+
+Rules decide and never do: `Stamp`, `Demote` and `Promote` are returned to whoever drives them (a rank process, the
+embedded pool, a simulator), and what came of a move is told back as an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvtool.kv.block import BlockKey
+from kvtool.kv.lease import Lease
+
+
+class State(IntEnum):
+    RESERVED = 1
+    """A writer holds the slot; not visible to readers."""
+    COMMITTED = 2
+    """In DRAM, whole; `file_slot` >= 0 when a file holds it too."""
+    DEMOTING = 3
+    """In DRAM, whole and readable, while it is being written to the file tier."""
+    FILED = 4
+    """In the file tier only."""
+    PROMOTING = 5
+    """In the file tier, on its way to `slot`."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One block of this rank. Times on the rank's clock; `touched` counts uses, for LRU."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    length: int
+    state: State
+    owner: int
+    since_s: float
+    slot: int = -1
+    generation: int = 0
+    file_slot: int = -1
+    checksum: int = 0
+    deadline_s: float = 0.0
+    touched: int = 0
+    transient_until_s: float | None = None
+    transient_s: float | None = None
+    holders: int = 1
+    doomed: bool = False
+    """Forgotten while a move was in flight: its slots come back when the move ends."""
+    awaited_by: list[Reading] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Want:
+    """A block that a client wants to put. `parent` is the key before it; None for the first of a chain."""
+
+    key: BlockKey
+    size: int
+    parent: BlockKey | None = None
+    transient_s: float | None = None
+
+
+class Grant(IntEnum):
+    """What a put may do next."""
+
+    GRANTED = 0
+    """Write the slot, then commit."""
+    DUPLICATE = 1
+    """Resident already, or being written by another client right now. Nothing to do either way: should the other
+    writer fail, the block is a miss, which is slow and not wrong; waiting for him would make everybody slow."""
+    WAIT = 2
+    """Room is being made: ask again when a slot came free."""
+    FULL = 3
+    TOO_LARGE = 4
+
+
+@dataclass(frozen=True)
+class Granted:
+    grant: Grant
+    slot: int = -1
+    generation: int = 0
+
+
+class Commit(IntEnum):
+    STORED = 0
+    LAPSED = 1
+    """The reservation had timed out; the bytes were never visible."""
+
+
+@dataclass
+class Hit:
+    """One block of a read, under the read's lease. `ready` when its bytes are in `slot`."""
+
+    key: BlockKey
+    slot: int
+    generation: int
+    length: int
+    checksum: int
+    filed: bool
+    """It had to come from the file tier."""
+    ready: bool
+    entry: Entry
+
+
+@dataclass(eq=False)
+class Reading:
+    """A read in progress: `hits` is the leading run found so far, `waiting` how many promotions it waits for."""
+
+    lease: Lease
+    keys: list[BlockKey]
+    hits: list[Hit] = field(default_factory=list)
+    waiting: int = 0
+    stalled: bool = False
+    """The next block needs a slot that is being freed."""
+    full: bool = False
+    """The run was cut because no slot could be freed."""
+
+    @property
+    def done(self) -> bool:
+        return self.waiting == 0 and not self.stalled
+
+    @property
+    def run(self) -> list[Hit]:
+        """The leading hits that are ready; what lies behind a block that is not there yet is of no use."""
+        for at, hit in enumerate(self.hits):
+            if not hit.ready:
+                return self.hits[:at]
+        return self.hits
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Write the header of `slot`, before anybody is told of it. An empty key: the slot is about to be rewritten."""
+
+    slot: int
+    generation: int
+    key: BlockKey = b""
+    length: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True)
+class Demote:
+    """Copy `length` bytes of `slot` to `file_slot`, then call `demoted(move, ...)`."""
+
+    move: int
+    key: BlockKey
+    slot: int
+    file_slot: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Promote:
+    """Copy `length` bytes of `file_slot` to `slot`, check them, then call `promoted(move, ...)`."""
+
+    move: int
+    key: BlockKey
+    file_slot: int
+    slot: int
+    length: int
+    checksum: int
+
+
+Action = Stamp | Demote | Promote
+
+
+@dataclass
+class Quarantined:
+    """A slot that nobody may have yet. It is free once every reader's lease ended and, when a writer may still hold
+    it, he said that he is done, went away, or `safe_at_s` passed."""
+
+    slot: int
+    generation: int
+    key: BlockKey
+    why: str
+    owner: int
+    since_s: float
+    writer: bool = False
+    safe_at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One line of the leak audit: how many of a kind there are, and the oldest of them.
+
+    `deadline_s`: seconds until it ends by the clock, below 0 when it is overdue, None when it ends by an event.
+    """
+
+    kind: str
+    count: int
+    owner: int = 0
+    age_s: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass
+class StoreCounts:
+    """What happened to blocks since the start."""
+
+    stored: int = 0
+    duplicates: int = 0
+    refused: int = 0
+    aborted: int = 0
+    timed_out: int = 0
+    """Reservations that were not committed in time."""
+    evicted: int = 0
+    """Forgotten for room: they were in no tier any more."""
+    demoted: int = 0
+    demote_failed: int = 0
+    promoted: int = 0
+    promote_failed: int = 0
+    corrupt: int = 0
+    expired: int = 0
+    """Transient blocks whose time was up."""
+    dropped: int = 0
+    leases_lapsed: int = 0

@@ -1,0 +1,276 @@
+"""Room: which block is in which slot of which tier, and how room is made when there is none.
+
+Two tiers, each with a hard count of slots: DRAM, where blocks are written and read, and files below it. A block leaves
+DRAM for a file when its slot is wanted (at once, if the file tier holds a copy already) and comes back when it is
+asked for; it keeps its file copy then, so that leaving again costs nothing. Only blocks without resident children go,
+oldest use first. A slot that anybody may still read or write is quarantined, never reused.
+
+Parents on other ranks are not known here, so leaf-first holds among the blocks of one rank; across ranks the order of
+touching (last block of a prefix first) has the same effect.
+
+Pure rules: events in, actions out (`take_actions`).
+"""
+
+from __future__ import annotations
+
+from kvtool.kv.block import BlockKey
+from kvtool.kv.evict import Children, LeafLRU
+from kvtool.kv.lease import LeaseTable
+from kvtool.kv.record import Action, Demote, Entry, Promote, Quarantined, Reading, Stamp, State, StoreCounts
+from kvtool.kv.slots import SlotAllocator
+
+MOVES_MAX = 64
+"""Demotions in flight at most: what is being written to files is DRAM that cannot be given out yet."""
+
+
+class Room:
+    """The slots and blocks of one rank, both tiers."""
+
+    def __init__(self, slots: int, slot_size: int, file_slots: int, lease_term_s: float) -> None:
+        if slots < 1:
+            raise ValueError(f"a pool rank needs room for at least one block of {slot_size} bytes")
+        self.slot_size = slot_size
+        self.dram = SlotAllocator(slots)
+        self.files = SlotAllocator(file_slots)
+        self.leases = LeaseTable(lease_term_s)
+        self.counts = StoreCounts()
+        self.demoting = 0
+        self.ahead = min(64, slots // 16) if file_slots else 0
+        """Slots to keep free or on the way to be: puts should not wait for a file write."""
+        self._index: dict[BlockKey, Entry] = {}
+        self._at: list[Entry | None] = [None] * slots  # DRAM slot -> entry
+        self._dram_children, self._children = Children(), Children()
+        self._dram_order, self._file_order = LeafLRU(self._dram_touched), LeafLRU(self._file_touched)
+        self._quarantine: dict[int, Quarantined] = {}
+        self._moves: dict[int, Entry] = {}
+        self._move = 0
+        self._uses = 0
+        self._actions: list[Action] = []
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done now, in order; stamps before their slot is mentioned to anyone."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # Which blocks may leave
+
+    def _dram_touched(self, key: BlockKey) -> int | None:
+        entry = self._index.get(key)
+        if entry is None or entry.state is not State.COMMITTED:
+            return None
+        return None if self._dram_children.any(key) or self.leases.held(entry.slot) else entry.touched
+
+    def _file_touched(self, key: BlockKey) -> int | None:
+        entry = self._index.get(key)
+        if entry is None or entry.file_slot < 0:
+            return None
+        if entry.state is State.COMMITTED:  # a second copy
+            return entry.touched
+        return entry.touched if entry.state is State.FILED and not self._children.any(key) else None
+
+    def _touch(self, entry: Entry) -> None:
+        self._uses += 1
+        entry.touched = self._uses
+
+    def _offer(self, entry: Entry) -> None:
+        if entry.slot >= 0:
+            self._dram_order.offer(entry.key)
+        if entry.file_slot >= 0:
+            self._file_order.offer(entry.key)
+
+    # Making room
+
+    def _take_slot(self, use: str) -> int | None:
+        """A free DRAM slot under a new generation.
+
+        Its header says at once that the slot is nobody's: a reader in place sees that before a writer touches it.
+        """
+        slot = self.dram.take(use)
+        if slot is not None:
+            self._actions.append(Stamp(slot, self.dram.generation(slot)))
+        return slot
+
+    def _free_up(self, wanted: int, now_s: float) -> None:
+        """Evict until `wanted` slots are free or on the way to be, or nothing more can go."""
+        wanted = min(wanted, self.dram.count)
+        while self.dram.free + self.demoting < wanted and self._evict_one(now_s):
+            pass
+
+    def _evict_one(self, now_s: float) -> bool:
+        """Let the next victim go; False when there is none, or too many are going already."""
+        if self.demoting >= MOVES_MAX:
+            return False
+        key = self._dram_order.next()
+        if key is None:
+            return False
+        entry = self._index[key]
+        if entry.file_slot >= 0:
+            self._leave_dram(entry)
+            entry.state = State.FILED
+            self._file_order.offer(key)
+            return True
+        file_slot = self._take_file_slot() if entry.transient_until_s is None and self.files.count else None
+        if file_slot is None:
+            self.counts.evicted += 1
+            self._forget(entry, "evicted", now_s)
+            return True
+        entry.state, entry.file_slot, entry.since_s = State.DEMOTING, file_slot, now_s
+        self.demoting += 1
+        self._actions.append(Demote(self._begin_move(entry), key, entry.slot, file_slot, entry.length))
+        return True
+
+    def _take_file_slot(self) -> int | None:
+        slot = self.files.take("block")
+        while slot is None:
+            key = self._file_order.next()
+            if key is None:
+                return None
+            entry = self._index[key]
+            if entry.state is State.FILED:
+                self.counts.evicted += 1
+                self._unindex(entry)
+            self.files.give(entry.file_slot)
+            entry.file_slot = -1
+            slot = self.files.take("block")
+        return slot
+
+    def _keep_ahead(self, now_s: float) -> None:
+        self._free_up(self.ahead, now_s)
+        self._dram_order.rebuild(self._index, self.dram.count)
+        self._file_order.rebuild(self._index, self.files.count)
+
+    def why_full(self) -> str:
+        """Who holds the slots that could not be freed, for a refusal."""
+        reserved = sum(entry.state is State.RESERVED for entry in self._index.values())
+        return (
+            f"all {self.dram.count} slots are in use and none can be freed now: {self.leases.held_slots} under leases, "
+            f"{reserved} reserved, {len(self._quarantine)} quarantined, {self.demoting} on their way to files"
+        )
+
+    # Entering, moving, leaving
+
+    def _enter_dram(self, entry: Entry) -> None:
+        entry.state = State.COMMITTED
+        self._dram_children.add(entry.parent)
+        self._actions.append(Stamp(entry.slot, entry.generation, entry.key, entry.length, entry.checksum))
+
+    def _leave_dram(self, entry: Entry, quarantine: str = "", now_s: float = 0.0) -> None:
+        """Give back the slot of a committed entry, or quarantine it while readers or doubts remain."""
+        slot, entry.slot = entry.slot, -1
+        self._at[slot] = None
+        if self._dram_children.remove(entry.parent):
+            assert entry.parent is not None
+            self._dram_order.offer(entry.parent)
+        if self.leases.held(slot):
+            why = quarantine or "readers"
+            self._put_aside(Quarantined(slot, entry.generation, entry.key, why, entry.owner, now_s))
+        else:
+            self.dram.give(slot)
+
+    def _put_aside(self, aside: Quarantined) -> None:
+        self._quarantine[aside.slot] = aside
+        self.dram.retag(aside.slot, "quarantined")
+
+    def _unindex(self, entry: Entry) -> None:
+        del self._index[entry.key]
+        if self._children.remove(entry.parent):
+            assert entry.parent is not None
+            self._file_order.offer(entry.parent)
+
+    def _forget(self, entry: Entry, why: str, now_s: float) -> None:
+        """Take a readable block out of the index; its slots come back when nobody uses them."""
+        self._unindex(entry)
+        if entry.state in (State.DEMOTING, State.PROMOTING):
+            entry.doomed = True
+            return
+        if entry.slot >= 0:
+            self._leave_dram(entry, why, now_s)
+        if entry.file_slot >= 0:
+            self.files.give(entry.file_slot)
+            entry.file_slot = -1
+
+    def _begin_move(self, entry: Entry) -> int:
+        self._move += 1
+        self._moves[self._move] = entry
+        return self._move
+
+    def demoted(self, move: int, ok: bool, now_s: float) -> None:
+        """A `Demote` ended. If it failed the block stays in DRAM, as one that was just used."""
+        entry = self._moves.pop(move)
+        self.demoting -= 1
+        entry.state = State.COMMITTED
+        if ok:
+            self.counts.demoted += 1
+        else:
+            self.counts.demote_failed += 1
+            self.files.give(entry.file_slot)
+            entry.file_slot = -1
+            self._touch(entry)
+        if entry.doomed:
+            if entry.file_slot >= 0:
+                self.files.give(entry.file_slot)
+                entry.file_slot = -1
+            self._leave_dram(entry, "doomed", now_s)
+        elif ok and not self.leases.held(entry.slot) and not self._dram_children.any(entry.key):
+            self._leave_dram(entry)
+            entry.state = State.FILED
+            self._offer(entry)
+        else:
+            self._offer(entry)
+
+    def _promote(self, entry: Entry, now_s: float) -> bool:
+        """Start to bring a filed block to DRAM; False when there is no slot for it now."""
+        slot = self._take_slot("block")
+        if slot is None:
+            return False
+        entry.slot, entry.generation, entry.state = slot, self.dram.generation(slot), State.PROMOTING
+        entry.since_s = now_s
+        self._at[slot] = entry
+        move = self._begin_move(entry)
+        self._actions.append(Promote(move, entry.key, entry.file_slot, slot, entry.length, entry.checksum))
+        return True
+
+    def promoted(self, move: int, ok: bool, now_s: float, corrupt: bool = False) -> list[Reading]:
+        """A `Promote` ended; the reads that waited for it. If it failed the block is forgotten: its file is bad."""
+        entry = self._moves.pop(move)
+        readings, entry.awaited_by = entry.awaited_by, []
+        if ok:
+            self.counts.promoted += 1
+            self._enter_dram(entry)
+            if entry.doomed:
+                self._forget_moved(entry, "doomed", now_s)
+            else:
+                self._touch(entry)
+                self._offer(entry)
+        else:
+            self.counts.promote_failed += 1
+            self.counts.corrupt += corrupt
+            if not entry.doomed:
+                self._unindex(entry)
+            self._dram_children.add(entry.parent)
+            self._forget_moved(entry, "corrupt" if corrupt else "unreadable", now_s)
+        for reading in readings:
+            reading.waiting -= 1
+            for hit in reading.hits:
+                if hit.entry is entry:
+                    hit.ready = ok and not entry.doomed
+        return readings
+
+    def _forget_moved(self, entry: Entry, why: str, now_s: float) -> None:
+        self._leave_dram(entry, why, now_s)
+        self.files.give(entry.file_slot)
+        entry.file_slot = -1
+
+    def _unheld(self, slots: list[int]) -> None:
+        """No lease is on `slots` any more."""
+        for slot in slots:
+            aside, entry = self._quarantine.get(slot), self._at[slot]
+            if aside is not None:
+                if not aside.writer:
+                    self._set_free(slot)
+            elif entry is not None and entry.state is State.COMMITTED:
+                self._offer(entry)
+
+    def _set_free(self, slot: int) -> None:
+        del self._quarantine[slot]
+        self.dram.give(slot)

@@ -1,0 +1,307 @@
+"""Store: what one rank decides about puts, reads and time.
+
+**Put** is two-phase: a reservation hands out a slot with a deadline, a commit with the checksum makes the block
+visible, whole. A put of a key that is there, or that another client is writing, is a duplicate and costs no copy. A
+reservation that is not committed in time is quarantined, not freed: its writer may merely be slow, and would write
+into somebody else's block. The slot is free again when the writer says that he is done, or is gone.
+
+**Read** leases the leading run of keys in one go; blocks in the file tier are promoted first, and the caller asks
+`advance` again when something came of that, within its own time limit. `match` grants and renews nothing.
+
+Everything ends by the clock in `tick`, which must be called when `next_due_s` says so, work or no work.
+
+Pure rules: callers pass the time in and carry out `take_actions()` after every call.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from kvtool.errors import LeaseLapsed
+from kvtool.kv.block import BlockKey
+from kvtool.kv.lease import ReadId
+from kvtool.kv.record import Commit, Entry, Grant, Granted, Hit, Holding, Quarantined, Reading, State, Want
+from kvtool.kv.room import Room
+
+
+class Store(Room):
+    """All rules of one rank. `owner` everywhere is the client connection that asks."""
+
+    def __init__(
+        self, slots: int, slot_size: int, file_slots: int = 0, lease_term_s: float = 10.0, reserve_term_s: float = 10.0
+    ) -> None:
+        super().__init__(slots, slot_size, file_slots, lease_term_s)
+        if reserve_term_s <= 0:
+            raise ValueError(f"reservation term must be positive, got {reserve_term_s} s")
+        self.reserve_term_s = reserve_term_s
+        self._reserved: dict[int, Entry] = {}  # slot -> entry
+        self._reserved_due: list[tuple[float, int, int]] = []  # (deadline, slot, generation)
+        self._transient_due: list[tuple[float, BlockKey]] = []
+
+    # Put
+
+    def reserve(self, owner: int, wants: Sequence[Want], now_s: float) -> list[Granted]:
+        """One answer for each of `wants`."""
+        self._free_up(sum(want.key not in self._index for want in wants), now_s)
+        answers = [self._reserve_one(owner, want, now_s) for want in wants]
+        self._keep_ahead(now_s)
+        return answers
+
+    def _reserve_one(self, owner: int, want: Want, now_s: float) -> Granted:
+        if want.size > self.slot_size or want.size < 1:
+            self.counts.refused += 1
+            return Granted(Grant.TOO_LARGE)
+        entry = self._index.get(want.key)
+        if entry is not None:
+            self._again(entry, want, now_s)
+            return Granted(Grant.DUPLICATE)
+        slot = self._take_slot("reserved")
+        if slot is not None:
+            return self._reserve(owner, want, slot, now_s)
+        if self.demoting:
+            return Granted(Grant.WAIT)
+        self.counts.refused += 1
+        return Granted(Grant.FULL)
+
+    def _reserve(self, owner: int, want: Want, slot: int, now_s: float) -> Granted:
+        parent = None if want.parent == want.key else want.parent
+        generation = self.dram.generation(slot)
+        entry = Entry(want.key, parent, want.size, State.RESERVED, owner, now_s, slot, generation)
+        entry.deadline_s = now_s + self.reserve_term_s
+        entry.transient_s = want.transient_s
+        self._index[want.key] = self._reserved[slot] = entry
+        heapq.heappush(self._reserved_due, (entry.deadline_s, slot, generation))
+        return Granted(Grant.GRANTED, slot, generation)
+
+    def _again(self, entry: Entry, want: Want, now_s: float) -> None:
+        """A put of what is there: a transient block lives on for its longest holder; a durable put makes it stay."""
+        self.counts.duplicates += 1
+        entry.holders += 1
+        if want.transient_s is None:
+            entry.transient_s = entry.transient_until_s = None
+        elif entry.transient_s is not None:
+            entry.transient_s = max(entry.transient_s, want.transient_s)
+            until_s = now_s + want.transient_s
+            if entry.transient_until_s is not None and until_s > entry.transient_until_s:
+                self._keep_until(entry, until_s)
+
+    def _keep_until(self, entry: Entry, until_s: float) -> None:
+        entry.transient_until_s = until_s
+        heapq.heappush(self._transient_due, (until_s, entry.key))
+
+    def commit(self, owner: int, slot: int, generation: int, checksum: int, now_s: float) -> Commit:
+        """Make a written block visible. `checksum` covers the bytes and the key."""
+        entry = self._reserved.get(slot)
+        if entry is None or (entry.owner, entry.generation) != (owner, generation):
+            self._writer_done(owner, slot, generation, now_s)
+            return Commit.LAPSED
+        if now_s >= entry.deadline_s:
+            self.counts.timed_out += 1
+            self._writer_done(owner, slot, generation, now_s)
+            return Commit.LAPSED
+        del self._reserved[slot]
+        entry.checksum, entry.since_s = checksum, now_s
+        self._at[slot] = entry
+        self.dram.retag(slot, "block")
+        self._children.add(entry.parent)
+        self._touch(entry)
+        self._enter_dram(entry)
+        if entry.transient_s is not None:
+            self._keep_until(entry, now_s + entry.transient_s)
+        self.counts.stored += 1
+        self._offer(entry)
+        return Commit.STORED
+
+    def abort(self, owner: int, slot: int, generation: int, now_s: float, settle_s: float = 0.0) -> None:
+        """The writer gives up a reservation and will not write any more, after `settle_s` at the latest."""
+        self.counts.aborted += 1
+        self._writer_done(owner, slot, generation, now_s, settle_s)
+
+    def _writer_done(self, owner: int, slot: int, generation: int, now_s: float, settle_s: float = 0.0) -> None:
+        entry, aside = self._reserved.get(slot), self._quarantine.get(slot)
+        if entry is not None and (entry.owner, entry.generation) == (owner, generation):
+            aside = self._quarantine_reserved(entry, "aborted", now_s)
+        elif aside is None or not aside.writer or (aside.owner, aside.generation) != (owner, generation):
+            return
+        self._writer_gone(aside, now_s, settle_s)
+
+    def _quarantine_reserved(self, entry: Entry, why: str, now_s: float) -> Quarantined:
+        del self._reserved[entry.slot], self._index[entry.key]
+        aside = Quarantined(entry.slot, entry.generation, entry.key, why, entry.owner, now_s, writer=True)
+        self._put_aside(aside)
+        return aside
+
+    def _writer_gone(self, aside: Quarantined, now_s: float, settle_s: float) -> None:
+        if settle_s > 0:
+            aside.safe_at_s = now_s + settle_s
+        else:
+            self._set_free(aside.slot)
+
+    # Read
+
+    def match(self, keys: Iterable[BlockKey]) -> int:
+        """How many leading `keys` are resident. Leaves no trace: nothing is granted, renewed or counted as a use."""
+        count = 0
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is None or entry.state is State.RESERVED:
+                break
+            count += 1
+        return count
+
+    def begin_read(self, read: ReadId, keys: list[BlockKey], now_s: float, wait_s: float = 0.0) -> Reading:
+        """Lease the leading run of `keys`. Until `done`, call `advance` when anything moved, for `wait_s` at most."""
+        reading = Reading(self.leases.grant(read, now_s, wait_s), keys)
+        self.advance(reading, now_s)
+        return reading
+
+    def advance(self, reading: Reading, now_s: float) -> None:
+        """Go on with a read as far as possible."""
+        reading.stalled = False
+        rest = [self._index.get(key) for key in reading.keys[len(reading.hits) :]]
+        rest = rest[: next((at for at, e in enumerate(rest) if e is None or e.state is State.RESERVED), len(rest))]
+        self._free_up(sum(entry is not None and entry.state is State.FILED for entry in rest), now_s)
+        for entry in rest:
+            assert entry is not None
+            filed = entry.state in (State.FILED, State.PROMOTING)
+            if entry.state is State.FILED and not self._promote(entry, now_s):
+                reading.stalled = self.demoting > 0
+                reading.full = not reading.stalled
+                break
+            self.leases.cover(reading.lease, entry.slot)
+            moving = entry.state is State.PROMOTING
+            if moving:
+                entry.awaited_by.append(reading)
+                reading.waiting += 1
+            reading.hits.append(
+                Hit(entry.key, entry.slot, entry.generation, entry.length, entry.checksum, filed, not moving, entry)
+            )
+
+    def finish_read(self, reading: Reading) -> list[Hit]:
+        """The leading run of a read, now that it is answered, whole or cut short by its time limit."""
+        for hit in reading.hits:
+            if not hit.ready and reading in hit.entry.awaited_by:
+                hit.entry.awaited_by.remove(reading)
+        reading.waiting, reading.stalled = 0, False
+        run = reading.run
+        for hit in reversed(run):  # the first block of a prefix is the last to go
+            self._touch(hit.entry)
+        return run
+
+    def release(self, read: ReadId, now_s: float) -> bool:
+        """End a read. False: it had outlived its lease, and what it read must be thrown away."""
+        try:
+            self._unheld(self.leases.release(read, now_s))
+        except LeaseLapsed:
+            self.counts.leases_lapsed += 1
+            return False
+        return True
+
+    def drop(self, keys: Iterable[BlockKey], now_s: float) -> int:
+        """Forget transient blocks early; one that was put n times goes with the n-th drop."""
+        count = 0
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is None or entry.transient_until_s is None:
+                continue
+            entry.holders -= 1
+            if entry.holders <= 0:
+                self._forget(entry, "dropped", now_s)
+                count += 1
+        self.counts.dropped += count
+        return count
+
+    def corrupt(self, key: BlockKey, slot: int, generation: int, now_s: float) -> bool:
+        """A reader found bytes that are not the block's. Its DRAM copy is never served again; a file copy may be."""
+        entry = self._index.get(key)
+        if entry is None or (entry.slot, entry.generation) != (slot, generation) or self._at[slot] is not entry:
+            return False
+        self.counts.corrupt += 1
+        if entry.state is State.COMMITTED and entry.file_slot >= 0:
+            self._leave_dram(entry, "corrupt", now_s)
+            entry.state = State.FILED
+            self._offer(entry)
+        else:
+            self._forget(entry, "corrupt", now_s)
+        return True
+
+    # Time, and clients that go away
+
+    def owner_gone(self, owner: int, now_s: float, settle_s: float = 0.0) -> None:
+        """A client's connection closed: he reads no more, and writes no more after `settle_s`."""
+        self._unheld(self.leases.end_owner(owner))
+        for entry in [entry for entry in self._reserved.values() if entry.owner == owner]:
+            self._quarantine_reserved(entry, "writer gone", now_s)
+        for aside in [aside for aside in self._quarantine.values() if aside.writer and aside.owner == owner]:
+            if aside.safe_at_s is None:
+                self._writer_gone(aside, now_s, settle_s)
+
+    def tick(self, now_s: float) -> None:
+        """End what is due: leases, reservations, transient blocks, quarantines."""
+        lapsed = self.leases.expire(now_s)
+        self._unheld(lapsed)
+        while self._reserved_due and self._reserved_due[0][0] <= now_s:
+            _, slot, generation = heapq.heappop(self._reserved_due)
+            entry = self._reserved.get(slot)
+            if entry is not None and entry.generation == generation:
+                self.counts.timed_out += 1
+                self._quarantine_reserved(entry, "timed out", now_s)
+        while self._transient_due and self._transient_due[0][0] <= now_s:
+            _, key = heapq.heappop(self._transient_due)
+            entry = self._index.get(key)
+            if entry is not None and entry.transient_until_s is not None and entry.transient_until_s <= now_s:
+                self.counts.expired += 1
+                self._forget(entry, "expired", now_s)
+        for aside in [aside for aside in self._quarantine.values() if aside.safe_at_s is not None]:
+            if aside.safe_at_s is not None and aside.safe_at_s <= now_s:
+                self._set_free(aside.slot)
+        self._keep_ahead(now_s)
+
+    def next_due_s(self) -> float | None:
+        """When `tick` has something to do next, as far as is known now."""
+        due = [aside.safe_at_s for aside in self._quarantine.values() if aside.safe_at_s is not None]
+        lease_due_s = self.leases.next_due_s()
+        if lease_due_s is not None:
+            due.append(lease_due_s)
+        due += [self._reserved_due[0][0]] if self._reserved_due else []
+        due += [self._transient_due[0][0]] if self._transient_due else []
+        return min(due, default=None)
+
+    # What there is
+
+    def resident(self) -> dict[BlockKey, State]:
+        """Every readable block; for tests and status, O(n)."""
+        return {key: entry.state for key, entry in self._index.items() if entry.state is not State.RESERVED}
+
+    def audit(self, now_s: float) -> list[Holding]:
+        """Everything that somebody holds, one line a kind; empty when nobody holds anything."""
+        transients = [e for e in self._index.values() if e.transient_until_s is not None]
+        moves = list(self._moves.values())
+        found: list[tuple[str, list[tuple[float, int, float | None]]]] = [
+            ("lease", [(lease.granted_at_s, lease.read[0], lease.lapses_at_s) for lease in self.leases]),
+            ("reservation", [(e.since_s, e.owner, e.deadline_s) for e in self._reserved.values()]),
+            ("quarantine", [(q.since_s, q.owner, q.safe_at_s) for q in self._quarantine.values()]),
+            ("demotion", [(e.since_s, e.owner, None) for e in moves if e.state is State.DEMOTING]),
+            ("promotion", [(e.since_s, e.owner, None) for e in moves if e.state is State.PROMOTING]),
+            ("transient", [(e.since_s, e.owner, e.transient_until_s) for e in transients]),
+        ]
+        lines = []
+        for kind, held in found:
+            if held:
+                since_s, owner, until_s = min(held, key=lambda item: item[0])
+                deadline_s = None if until_s is None else until_s - now_s
+                lines.append(Holding(kind, len(held), owner, now_s - since_s, deadline_s))
+        lost = self.lost_slots()
+        if lost:
+            lines.append(Holding("lost slot", lost))
+        return lines
+
+    def lost_slots(self) -> int:
+        """Slots of either tier in use that nothing accounts for. Anything but 0 is a bug."""
+        moving = [entry for entry in self._moves.values() if entry.doomed]
+        dram = sum(entry.slot >= 0 for entry in self._index.values()) + len(self._quarantine)
+        filed = sum(entry.file_slot >= 0 for entry in self._index.values())
+        dram += sum(entry.slot >= 0 for entry in moving)
+        filed += sum(entry.file_slot >= 0 for entry in moving)
+        return (self.dram.used - dram) + (self.files.used - filed)
