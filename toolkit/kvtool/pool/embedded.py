@@ -1,0 +1,242 @@
+"""The pool in one process: the same rules as a rank, no MPI, no sockets. For library users, tests and batch jobs.
+
+Thread-safe: one lock around the rules, which take microseconds; bytes are filled, hashed and moved outside it. What is
+due by the clock ends at the start of every call: without calls there is nobody whom a late ending could hurt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import pathlib
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtool.clock import Clock, SystemClock
+from kvtool.kv.block import BlockKey
+from kvtool.kv.layout import KVLayout
+from kvtool.kv.record import Commit, Grant, Granted, Hit, Holding, Want
+from kvtool.kv.store import Store
+from kvtool.pool.base import BlockView, Outcome, Path, PoolCounts, Put, PutResult, Tier
+from kvtool.pool.memory import SlotMemory
+from kvtool.pool.reading import Counting, Held, Placed, PoolRead
+from kvtool.pool.tiers import Event, Tiers
+from kvtool.transfer.checksum import checksum
+
+BATCH = 32
+"""Blocks reserved at a time: a put longer than the pool must not evict its own head before that is written."""
+_OWNER = 1
+
+
+class EmbeddedPool:
+    """A `pool.base.Pool` of `dram_size` bytes of memory and `file_size` bytes of files in `file_dir`.
+
+    `file_dir` None: a temporary file that is gone at `close`. Budgets are real seconds; leases follow `clock`.
+
+    Raises:
+        ValueError: not room for one block.
+        Refused: the disk has no room for `file_size`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        dram_size: int,
+        file_size: int = 0,
+        file_dir: pathlib.Path | None = None,
+        clock: Clock | None = None,
+        *,
+        lease_term_s: float = 10.0,
+        reserve_term_s: float = 10.0,
+    ) -> None:
+        self.layout = layout
+        self._clock = clock or SystemClock()
+        slots = SlotMemory.slots_in(dram_size, layout.block_size)
+        file_slots = file_size // layout.block_size
+        self._store = Store(slots, layout.block_size, file_slots, lease_term_s, reserve_term_s)
+        self._map = mmap.mmap(-1, SlotMemory.size(slots, layout.block_size))
+        self._memory = SlotMemory(memoryview(self._map), slots, layout.block_size)
+        self._changed = threading.Condition()
+        self._reads = itertools.count(1)
+        self._counting = Counting()
+        self._closed = False
+        self._file_dir = file_dir
+        self._file_path: pathlib.Path | None = None
+        self._tiers = Tiers(self._store, self._memory, None, self._post)
+        if file_slots:
+            self._open_files(file_slots)
+
+    def _open_files(self, slots: int) -> None:
+        from kvtool.transfer.files import BlockFile
+
+        directory = self._file_dir or pathlib.Path(tempfile.gettempdir())
+        handle, name = tempfile.mkstemp(prefix="kvtool-embedded-", suffix=".blocks", dir=directory)
+        os.close(handle)
+        self._file_path = pathlib.Path(name)
+        try:
+            self._tiers.files = BlockFile(self._file_path, self.layout.block_size, slots)
+        except BaseException:
+            self._file_path.unlink(missing_ok=True)
+            raise
+
+    def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
+        with self._changed:
+            self._tick()
+            return self._store.match(keys)
+
+    def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> PoolRead:
+        until_s = time.monotonic() + budget_s
+        with self._changed:
+            now_s = self._tick()
+            read_id = (_OWNER, next(self._reads))
+            reading = self._store.begin_read(read_id, list(keys), now_s, wait_s=budget_s)
+            self._tiers.carry_out()
+            deadline_s = now_s + self._store.leases.term_s
+            while not reading.done and self._changed.wait(until_s - time.monotonic()):
+                self._store.advance(reading, self._clock.now_s())
+                self._tiers.carry_out()
+            late = not reading.done
+            hits = self._store.finish_read(reading)
+            held = Held(deadline_s, self._clock.now_s, self._memory.generations, lambda: self._release(read_id))
+        blocks = self._verified(hits)
+        self._counting.read(blocks)
+        if len(blocks) == len(hits):
+            self._counting.missed("timeout" if late else "full" if reading.full else "absent", len(keys) - len(hits))
+        else:
+            self._counting.missed("corrupt", 1)
+            self._counting.missed("absent", len(keys) - len(blocks) - 1)
+        return PoolRead(blocks, [Placed(held, hit.slot, hit.generation) for hit in hits[: len(blocks)]], [held])
+
+    def _verified(self, hits: Sequence[Hit]) -> list[BlockView]:
+        """The leading blocks whose bytes are theirs; one that is not is quarantined."""
+        blocks = []
+        for hit in hits:
+            data = self._memory.slot(hit.slot, hit.length).toreadonly()
+            if checksum(data, hit.key) != hit.checksum:
+                with self._changed:
+                    self._store.corrupt(hit.key, hit.slot, hit.generation, self._clock.now_s())
+                    self._settled()
+                break
+            blocks.append(BlockView(hit.key, data, Tier.FILE if hit.filed else Tier.DRAM, Path.EMBEDDED))
+        return blocks
+
+    def write(self, blocks: Sequence[Put], budget_s: float = 2.0) -> list[PutResult]:
+        until_s = time.monotonic() + budget_s
+        results: list[PutResult] = []
+        for at in range(0, len(blocks), BATCH):
+            results += self._write(blocks[at : at + BATCH], until_s)
+        self._counting.put(results, [block.size for block in blocks], Path.EMBEDDED)
+        return results
+
+    def _write(self, blocks: Sequence[Put], until_s: float) -> list[PutResult]:
+        results: list[PutResult | None] = [None] * len(blocks)
+        left = list(range(len(blocks)))
+        while left:
+            wants = [Want(blocks[at].key, blocks[at].size, blocks[at].parent, blocks[at].transient_s) for at in left]
+            with self._changed:
+                answers = self._store.reserve(_OWNER, wants, self._tick())
+                self._tiers.carry_out()
+                why = self._store.why_full() if any(answer.grant is Grant.FULL for answer in answers) else ""
+            again, granted = [], []
+            for at, answer in zip(left, answers, strict=True):
+                if answer.grant is Grant.GRANTED:
+                    granted.append((at, answer))
+                elif answer.grant is Grant.WAIT:
+                    again.append(at)
+                else:
+                    results[at] = refusal(answer, blocks[at].size, self.layout.block_size, why)
+            for at, result in self._fill(blocks, granted):
+                results[at] = result
+            left = again
+            if left and not granted and not self._wait_for_room(until_s):
+                for at in left:
+                    results[at] = PutResult(Outcome.REFUSED, reason="no slot came free within the budget of this put")
+                left = []
+        return [result for result in results if result is not None]
+
+    def _fill(self, blocks: Sequence[Put], granted: Sequence[tuple[int, Granted]]) -> list[tuple[int, PutResult]]:
+        written: list[tuple[int, Granted, int]] = []
+        try:
+            for at, grant in granted:
+                block = blocks[at]
+                room = self._memory.slot(grant.slot, block.size)
+                block.fill(room)
+                written.append((at, grant, checksum(room, block.key)))
+        finally:
+            with self._changed:
+                now_s = self._clock.now_s()
+                for _, grant in granted[len(written) :]:  # only when `fill` raised
+                    self._store.abort(_OWNER, grant.slot, grant.generation, now_s)
+                commits = [
+                    (at, self._store.commit(_OWNER, g.slot, g.generation, sum_, now_s)) for at, g, sum_ in written
+                ]
+                self._settled()
+        lapsed = PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
+        stored = PutResult(Outcome.STORED, Path.EMBEDDED)
+        return [(at, stored if commit is Commit.STORED else lapsed) for at, commit in commits]
+
+    def _wait_for_room(self, until_s: float) -> bool:
+        """Until a move ended; False when the time is up."""
+        with self._changed:
+            return not self._store.demoting or self._changed.wait(max(0.0, until_s - time.monotonic()))
+
+    def drop(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
+        with self._changed:
+            count = self._store.drop(keys, self._tick())
+            self._settled()
+            return count
+
+    def alive(self) -> bool:
+        return not self._closed
+
+    def counts(self) -> PoolCounts:
+        return self._counting.snapshot()
+
+    def audit(self) -> list[Holding]:
+        """Everything that is held now, one line a kind, oldest of each."""
+        with self._changed:
+            return self._store.audit(self._tick())
+
+    def close(self) -> None:
+        """Stop the file tier. Views that are still held stay readable."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._tiers.files is not None:
+            self._tiers.files.close()
+        if self._file_path is not None:
+            self._file_path.unlink(missing_ok=True)
+
+    def _release(self, read_id: tuple[int, int]) -> None:
+        with self._changed:
+            self._store.release(read_id, self._clock.now_s())
+            self._settled()
+
+    def _tick(self) -> float:
+        now_s = self._clock.now_s()
+        self._store.tick(now_s)
+        self._tiers.carry_out()
+        return now_s
+
+    def _settled(self) -> None:
+        self._tiers.carry_out()
+        self._changed.notify_all()
+
+    def _post(self, event: Event) -> None:
+        with self._changed:
+            event(self._clock.now_s())
+            self._settled()
+
+
+def refusal(answer: Granted, size: int, slot_size: int, why_full: str) -> PutResult:
+    """What a put that needs no writing, or may not write, comes to."""
+    if answer.grant is Grant.DUPLICATE:
+        return PutResult(Outcome.DUPLICATE)
+    if answer.grant is Grant.TOO_LARGE:
+        return PutResult(
+            Outcome.REFUSED, reason=f"too large: the block has {size} bytes, a slot holds 1 to {slot_size}"
+        )
+    return PutResult(Outcome.REFUSED, reason=f"pool full: {why_full}")
