@@ -61,6 +61,8 @@ class Manifest(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     files: dict[str, int]
     """Name -> size in bytes of every file beside the manifest."""
+    digests: dict[str, str]
+    """Name -> BLAKE3 of the same files, hex; `kvtool engine verify` reads them again."""
 
     @property
     def layout(self) -> KVLayout:

@@ -1,0 +1,23 @@
+"""Fixtures that several rooms share."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(request: pytest.FixtureRequest) -> Path:
+    """The engine directory of SmolLM2-135M, built once and kept in pytest's cache; a changed source is built again.
+
+    Read-only: tests that change files copy it first.
+    """
+    from kvtool.engine.build import build
+
+    assert request.config.cache is not None
+    folder = request.config.cache.mkdir("kvtool-engines")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test runs side by side build it once
+        return build("smollm2-135m", folder / "smollm2-135m", force=True).directory
