@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtool.engine.base import DecodeStep, LayerHooks
+from kvtool.engine.base import DecodeStep, LayerHooks, SequenceKV
 from kvtool.errors import EngineFull
 from kvtool.kv.layout import DTYPE_SIZE, KVLayout
 
@@ -54,6 +54,11 @@ class OracleSequence:
     @property
     def capacity_tokens(self) -> int:
         return len(self.blocks) * self.block_tokens
+
+
+def _live(sequence: SequenceKV) -> OracleSequence:
+    assert isinstance(sequence, OracleSequence) and sequence.open, "a sequence that is closed, or another engine's"
+    return sequence
 
 
 class OracleEngine:
@@ -101,15 +106,17 @@ class OracleEngine:
             )
         return OracleSequence([self._free.pop() for _ in range(wanted)], self.layout.block_tokens)
 
-    def close(self, sequence: OracleSequence) -> None:
+    def close(self, sequence: SequenceKV) -> None:
+        assert isinstance(sequence, OracleSequence)
         if sequence.open:
             sequence.open = False
             self._free.extend(reversed(sequence.blocks))
 
     def prefill(
-        self, sequence: OracleSequence, tokens: Sequence[int], start: int, end: int, hooks: LayerHooks | None = None
+        self, sequence: SequenceKV, tokens: Sequence[int], start: int, end: int, hooks: LayerHooks | None = None
     ) -> None:
-        assert sequence.open and 0 <= start <= sequence.length, "prefill needs the KV of [0, start)"
+        sequence = _live(sequence)
+        assert 0 <= start <= sequence.length, "prefill needs the KV of [0, start)"
         assert start <= end <= min(len(tokens), sequence.capacity_tokens), "prefill beyond the prompt or the memory"
         states = self._states(tokens[:end])
         kv = self._canonical(states)
@@ -127,30 +134,28 @@ class OracleEngine:
     def decode(self, batch: Sequence[DecodeStep]) -> npt.NDArray[np.float32]:
         return np.stack([self._step(step) for step in batch])
 
-    def export_block(self, sequence: OracleSequence, index: int, out: memoryview) -> None:
-        assert sequence.open
+    def export_block(self, sequence: SequenceKV, index: int, out: memoryview) -> None:
+        sequence = _live(sequence)
         there = min(max(sequence.length - index * self.layout.block_tokens, 0), self.layout.block_tokens)
         block = self._by_token(self._memory[sequence.blocks[index]]).copy()
         block[:, :, :, there:] = 0
         out[:] = block.tobytes()
 
-    def import_block(self, sequence: OracleSequence, index: int, data: memoryview) -> None:
-        assert sequence.open
+    def import_block(self, sequence: SequenceKV, index: int, data: memoryview) -> None:
+        sequence = _live(sequence)
         self._memory[sequence.blocks[index]] = np.frombuffer(data, dtype=np.uint8)
 
     def _step(self, step: DecodeStep) -> npt.NDArray[np.float32]:
-        sequence = step.sequence
-        assert isinstance(sequence, OracleSequence) and sequence.open
+        sequence = _live(step.sequence)
         assert step.position <= sequence.length, "decode needs the KV of [0, position)"
         seen = self._digest(self._read(sequence, step.position))
         state = _mix_int(seen ^ _mix_int(self._seed + (step.token + 1) * _GOLDEN & _MASK) ^ step.position)
-        # Logits must lie apart in float32, else two rows that differ could share an argmax by rounding.
         words = mix(np.arange(1, self.vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN) ^ np.uint64(state))
         own = mix(np.arange(self._words, dtype=np.uint64) + np.uint64(state ^ 0xDEC0DE))
         for layer in range(self.layout.layers):
             self._store(sequence, step.position, own[None], layer)
         sequence.length = step.position + 1
-        return ((words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)).astype(np.float32)
+        return (words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)  # 24 bits: exact in float32
 
     def _states(self, tokens: Sequence[int]) -> U64:
         """One 64-bit state a position, a chain over the tokens up to it."""

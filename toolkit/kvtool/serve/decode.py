@@ -1,0 +1,409 @@
+"""The decode worker: a continuous batch over one engine, fed from the pool.
+
+A request gets KV memory for its prompt and all its tokens, pulls the prompt's blocks while the batch runs on, has what
+is missing recomputed between decode steps (by the prefill path, in chunks, within a share of the time), and then joins
+the batch by feeding its last prompt token at position n - 1. A lost block is thereby a slow request and nothing else.
+Without a pool the same path computes everything: one process, the same tokens.
+
+When a request has finished, its generated tokens' KV is computed again by the prefill path, since only canonical KV may
+go to the pool, and its whole blocks are put there for the conversation's next turn. That work has the lowest priority
+and is dropped as soon as a new request wants the memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtool.clock import Clock
+from kvtool.engine.base import DecodeStep, Engine
+from kvtool.engine.sampling import sample
+from kvtool.errors import Cancelled, EngineFull, KvtoolError, RequestRefused
+from kvtool.kv.block import block_keys
+from kvtool.pool.base import Pool
+from kvtool.serve.check import capacity_tokens, check_room
+from kvtool.serve.gate import Mean
+from kvtool.serve.handoff import Handoff
+from kvtool.serve.keys import PromptKeys, prompt_keys
+from kvtool.serve.options import DecodeOptions
+from kvtool.serve.pull import Task
+from kvtool.serve.put import Staged
+from kvtool.serve.request import Event, Finish, OnEvent, Request, Usage
+from kvtool.serve.text import Decoder, Step, TextStream
+from kvtool.serve.turns import Share, admission_order, next_chunk
+from kvtool.serve.worker import Job, Worker
+
+_STAGE_BLOCKS = 16
+"""Blocks of a finished request that are staged in one go."""
+
+
+class _Job(Job):
+    """Stages: waiting -> pulling -> filling -> running -> over; and over with memory: in the backlog."""
+
+    def __init__(
+        self,
+        request: Request,
+        on_event: OnEvent,
+        handoff: Handoff | None,
+        keys: PromptKeys,
+        text: TextStream,
+        now_s: float,
+    ) -> None:
+        super().__init__(request, now_s)
+        self.on_event, self.handoff, self.keys, self.text = on_event, handoff, keys, text
+        self.stage = "waiting"
+        self.task: Task | None = None
+        self.end = len(request.tokens) - 1  # [0, end) must be there before the first step
+        self.generated: list[int] = []
+        self.sent = 0
+        self.pulled_blocks = 0
+        self.tokens: tuple[int, ...] = request.tokens
+        self.put_from = 0  # the next block to stage, once finished
+        self.usage = Usage(prompt_tokens=len(request.tokens))
+
+    @property
+    def position(self) -> int:
+        """Where the next step feeds `last_token`."""
+        return len(self.request.tokens) - 1 + len(self.generated)
+
+    @property
+    def last_token(self) -> int:
+        return self.generated[-1] if self.generated else self.request.tokens[-1]
+
+
+class DecodeWorker(Worker[_Job]):
+    """See the module. `tokenizer` None: no stop strings, and nothing is held back."""
+
+    role = "decode"
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Decoder | None = None,
+        pool: Pool | None = None,
+        namespace: str = "default",
+        options: DecodeOptions | None = None,
+        *,
+        clock: Clock | None = None,
+        close_pool: bool = False,
+    ) -> None:
+        self._options = options or DecodeOptions()
+        self._tokenizer = tokenizer
+        self._filling, self._canonicalising = (
+            Share(self._options.recompute_share),
+            Share(self._options.canonicalise_share),
+        )
+        self._backlog: deque[_Job] = deque()
+        self._step_rate = Mean()
+        super().__init__(
+            engine,
+            pool,
+            namespace,
+            self._options.pool,
+            queue_max=self._options.queue_max,
+            staging_blocks_max=self._options.staging_blocks_max,
+            clock=clock,
+            close_pool=close_pool,
+        )
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: OnEvent, handoff: Handoff | None = None) -> None:
+        """Take a request; `handoff` is what prefill returned, None where the prompt was not prefilled elsewhere.
+
+        Never raises for the request's faults: `on_event` gets its one, final event, then from within this call.
+        """
+
+        def check() -> None:
+            check_room(request, self._engine, capacity_tokens(request, self._engine))
+            if request.stop and self._tokenizer is None:
+                raise RequestRefused(f"{request.request_id}: stop strings need a tokenizer, this worker has none")
+
+        def make(now_s: float) -> _Job:
+            keys = prompt_keys(request, self._engine, self._namespace)
+            return _Job(request, on_event, handoff, keys, TextStream(self._tokenizer, request.stop), now_s)
+
+        try:
+            self._accept(request, make, check)
+        except KvtoolError as error:
+            self._count("refused")
+            usage = Usage(prompt_tokens=len(request.tokens))
+            event = Event(request.request_id, 0, (), finish=Finish.ERROR, usage=usage, error=error)
+            self._call(f"on_event request={request.request_id}", lambda: on_event(event))
+            return
+        self._wake.set()
+
+    # The engine's thread.
+
+    def _turn(self, now_s: float) -> bool:
+        with self._lock:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            self._advance(job, now_s)
+        self._admit(jobs, now_s)
+        running = [job for job in jobs if job.stage == "running"]
+        if running:
+            self._step(running)
+        else:
+            self._filling.forgive()
+            self._canonicalising.forgive()
+        filled = self._fill(jobs)
+        tidied = not filled and not any(job.stage == "filling" for job in jobs) and self._tidy()
+        return bool(running) or filled or tidied
+
+    def _advance(self, job: _Job, now_s: float) -> None:
+        error = self._overdue(job, now_s)
+        if job.task is not None:
+            if not job.task.done.is_set():
+                late = now_s >= job.task.due_at_s
+                assert self._puller is not None
+                if not (late or error) or not self._puller.give_up(job.task):
+                    return
+                job.task = None
+            self._pulled(job)
+        if error is not None:
+            self._stop(job, error)
+        elif job.stage == "filling" and job.left <= 0:
+            self._join(job, now_s)
+
+    def _admit(self, jobs: list[_Job], now_s: float) -> None:
+        admitted = sum(job.stage in ("pulling", "filling", "running") for job in jobs)
+        for job in admission_order((job for job in jobs if job.stage == "waiting"), now_s):
+            if admitted >= self._options.batch_max or not self._make_room(job, now_s):
+                return
+            admitted += 1
+            job.usage.seconds["queue"] = now_s - job.arrived_at_s
+            job.served_at_s = now_s
+            self._start(job, now_s)
+
+    def _make_room(self, job: _Job, now_s: float) -> bool:
+        """Open the job's sequence; finished requests give up their memory for it, oldest first."""
+        while True:
+            try:
+                self._open(job, capacity_tokens(job.request, self._engine), now_s)
+                return True
+            except EngineFull:
+                if not self._backlog:
+                    return False
+                self._release(self._backlog.popleft())
+                self._count("backlog_dropped")
+
+    def _start(self, job: _Job, now_s: float) -> None:
+        job.stage = "filling"
+        handoff = job.handoff
+        empty = handoff is not None and handoff.blocks == 0 and handoff.tail == 0
+        if self._puller is not None and self._pool is not None and not empty and self._pool.alive():
+            assert job.sequence is not None
+            drop = job.keys.tail if handoff is not None else None
+            job.task = self._puller.pull(job.id, job.sequence, job.keys.all, drop)
+            if job.task is not None:
+                job.stage = "pulling"
+        if job.stage == "filling" and job.left <= 0:
+            self._join(job, now_s)
+
+    def _pulled(self, job: _Job) -> None:
+        assert job.sequence is not None
+        task, job.task, job.stage = job.task, None, "filling"
+        if task is None or not task.pulled.blocks:
+            return
+        pulled = task.pulled
+        job.pulled_blocks = min(pulled.blocks, len(job.keys.keys))
+        job.at = job.sequence.length = min(job.keys.covered(pulled.blocks), job.end)
+        job.usage.path_bytes, job.usage.seconds["fetch"] = pulled.path_bytes, pulled.seconds
+        job.usage.hit_tokens = _hits(job.handoff, pulled.by_tier[: job.pulled_blocks], self._block_tokens)
+
+    def _fill(self, jobs: list[_Job]) -> bool:
+        """Recompute one chunk of what could not be pulled, if the batch can spare the time."""
+        if not self._filling.may_run():
+            return False
+        job = next_chunk((job for job in jobs if job.stage == "filling"), self._clock.now_s())
+        if job is None:
+            return False
+        try:
+            seconds = self._compute(job, job.request.tokens, self._chunk_end(job, self._options.chunk_tokens))
+        except Exception as error:
+            self._stop(job, self._engine_error(job, "recomputing the prompt", error))
+            return True
+        job.usage.seconds["prefill"] = job.usage.seconds.get("prefill", 0.0) + seconds
+        self._filling.spent(seconds)
+        if job.left <= 0:
+            self._join(job, self._clock.now_s())
+        return True
+
+    def _join(self, job: _Job, now_s: float) -> None:
+        hits = sum(job.usage.hit_tokens.values())
+        job.usage.computed_tokens = len(job.request.tokens) - hits
+        job.usage.seconds["join"] = now_s - job.arrived_at_s
+        job.stage = "running"
+
+    def _step(self, running: list[_Job]) -> None:
+        began_s = time.perf_counter()
+        for job, logits in self._logits(running):
+            self._emit(job, logits)
+        seconds = time.perf_counter() - began_s
+        self._step_rate.add(len(running), seconds)
+        self._count("steps")
+        self._filling.earned(seconds)
+        self._canonicalising.earned(seconds)
+
+    def _logits(self, running: list[_Job]) -> list[tuple[_Job, npt.NDArray[np.float32]]]:
+        """One step of the batch. If it fails, each is tried alone, and only those that fail again are lost: a step that
+        is repeated writes the same KV to the same position."""
+        steps = []
+        for job in running:
+            assert job.sequence is not None
+            steps.append(DecodeStep(job.sequence, job.last_token, job.position))
+        try:
+            rows = self._engine.decode(steps)
+        except Exception as error:
+            if len(running) == 1:
+                self._stop(running[0], self._engine_error(running[0], "a decode step", error))
+                return []
+            self._count("steps_split")
+            return [pair for job in running for pair in self._logits([job])]
+        return list(zip(running, rows, strict=True))
+
+    def _emit(self, job: _Job, logits: npt.NDArray[np.float32]) -> None:
+        """Draw the token, and send what it sets free."""
+        if job.finished:
+            return
+        request, step = job.request, None
+        try:
+            token = sample(logits, request.sampling, job.position)
+            job.usage.seconds.setdefault("ttft", self._clock.now_s() - job.arrived_at_s)
+            if token in self._engine.eos_token_ids and not request.ignore_eos:
+                self._finish(job, Finish.STOP, job.text.flush())
+                return
+            job.generated.append(token)
+            self._count("generated_tokens")
+            step = job.text.push(token)
+            if step is not None and step.stopped:
+                self._finish(job, Finish.STOP, step)
+                return
+            last = len(job.generated) == request.max_tokens or job.position + 1 == self._engine.context_tokens_max
+            if last and step is None:
+                step = job.text.flush()
+        except Exception as error:
+            self._stop(job, self._engine_error(job, "drawing a token", error))
+            return
+        if last and step is not None and not job.text.held:
+            self._finish(job, Finish.LENGTH, step)
+            return
+        if step is not None:
+            self._send(job, Event(job.id, job.sent, step.tokens, step.context, step.cut_chars))
+        if last:
+            self._finish(job, Finish.LENGTH, job.text.flush())
+
+    def _send(self, job: _Job, event: Event) -> None:
+        job.sent += len(event.tokens)
+        self._call(f"on_event request={job.id}", lambda: job.on_event(event))
+
+    def _finish(self, job: _Job, finish: Finish, step: Step) -> None:
+        if self._claim(job, finish.value):
+            self._last(job, finish, step.tokens, step.context, step.cut_chars)
+        self._retire(job)
+
+    def _stop(self, job: _Job, error: KvtoolError) -> None:
+        self._release(job)
+        self._end(job, error)
+
+    # What a finished request leaves to its next turn.
+
+    def _retire(self, job: _Job) -> None:
+        """Keep the sequence for a while if it has blocks that the pool may not know, else give it back."""
+        job.tokens = (*job.request.tokens, *job.generated)
+        job.end = len(job.tokens) // self._block_tokens * self._block_tokens
+        job.put_from = job.pulled_blocks
+        wanted = self._options.canonicalise and job.end > job.put_from * self._block_tokens
+        if self._putter is None or self._pool is None or not wanted or not self._pool.alive():
+            self._release(job)
+            return
+        job.at = min(len(job.request.tokens) - 1, job.end)
+        self._backlog.append(job)
+        if len(self._backlog) > self._options.backlog_max:
+            self._release(self._backlog.popleft())
+            self._count("backlog_dropped")
+
+    def _tidy(self) -> bool:
+        """One chunk of work for the oldest finished request: compute canonical KV, or stage blocks for the pool."""
+        if not self._backlog or not self._canonicalising.may_run():
+            return False
+        job, began_s = self._backlog[0], time.perf_counter()
+        try:
+            over = False
+            if job.left > 0:
+                self._compute(job, job.tokens, self._chunk_end(job, self._options.chunk_tokens))
+            elif self._putter is not None and self._putter.room == 0:
+                return False  # come again when the put thread has given staging back
+            else:
+                over = self._stage(job)
+        except Exception as error:  # nobody waits for this answer: forget it
+            self._engine_error(job, "canonicalising", error)
+            self._count("backlog_failed")
+            over = True
+        if over:
+            self._backlog.popleft()
+            self._release(job)
+        self._canonicalising.spent(time.perf_counter() - began_s)
+        return True
+
+    def _stage(self, job: _Job) -> bool:
+        """Stage the next blocks for which there is room. True: all are on their way."""
+        assert self._putter is not None and job.sequence is not None
+        whole = job.end // self._block_tokens
+        count = min(_STAGE_BLOCKS, whole - job.put_from, self._putter.room)
+        keys = block_keys(job.keys.seed, job.tokens[: job.end], self._block_tokens)
+        batch = Staged(job.id, self._clock.now_s())
+        for index in range(job.put_from, job.put_from + count):
+            self._putter.stage(batch, job.sequence, index, keys[index], keys[index - 1] if index else None)
+        job.put_from += count
+        self._putter.send(batch, lambda batch: self._wake.set())
+        self._count("turn_blocks_put", count)
+        return job.put_from == whole
+
+    # The end of a request, on any thread.
+
+    def _end(self, job: _Job, error: KvtoolError) -> None:
+        cancelled = isinstance(error, Cancelled)
+        if self._claim(job, "cancelled" if cancelled else "failed"):
+            finish = Finish.CANCELLED if cancelled else Finish.ERROR
+            self._last(job, finish, error=None if cancelled else error)
+
+    def _last(
+        self,
+        job: _Job,
+        finish: Finish,
+        tokens: tuple[int, ...] = (),
+        context: tuple[int, ...] = (),
+        cut_chars: int = 0,
+        error: KvtoolError | None = None,
+    ) -> None:
+        job.stage = "over"
+        job.usage.completion_tokens = len(job.generated)
+        job.usage.seconds["total"] = self._clock.now_s() - job.arrived_at_s
+        self._send(job, Event(job.id, job.sent, tokens, context, cut_chars, finish, job.usage, error))
+
+    def _queued(self) -> int:
+        return sum(job.stage == "waiting" for job in self._jobs.values())
+
+    def status(self) -> dict[str, Any]:
+        status = super().status()
+        with self._lock:
+            stages = [job.stage for job in self._jobs.values()]
+        status |= {stage: stages.count(stage) for stage in ("pulling", "filling", "running")}
+        status["backlog"] = len(self._backlog)
+        status["rates"]["decode_tokens_s"] = self._step_rate.value
+        return status
+
+
+def _hits(handoff: Handoff | None, tiers: list[str], block_tokens: int) -> dict[str, int]:
+    """Prompt tokens by tier that came from the pool and were there before the request: `tiers` of the blocks pulled,
+    less those that the request's own prefill had put there just before."""
+    if handoff is not None:
+        if handoff.hit_tokens and handoff.hit_blocks <= len(tiers):
+            return dict(handoff.hit_tokens)  # where prefill read them, before that moved them
+        tiers = tiers[: handoff.hit_blocks]
+    return {tier: tiers.count(tier) * block_tokens for tier in dict.fromkeys(tiers)}

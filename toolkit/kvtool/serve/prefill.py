@@ -1,0 +1,264 @@
+"""The prefill worker: prompts in, canonical KV into the pool, a hand-off out.
+
+A request whose blocks are all resident is answered at once, without KV memory and without waiting for any computation.
+Else it gets KV memory, pulls the resident prefix while others compute, and computes the rest in chunks. Between chunks
+the worker turns to whoever should be next, so a long prompt does not hold up a short one. Whole blocks go to the pool
+as they are made, the trailing partial block as a transient one.
+
+The pool can make a request slower by a bounded time, never fail it: what cannot be fetched is computed, what cannot be
+put is left to the decode instance, which computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtool.clock import Clock
+from kvtool.engine.base import Engine
+from kvtool.errors import Cancelled, EngineFull, KvtoolError
+from kvtool.pool.base import Pool
+from kvtool.serve.check import check_room
+from kvtool.serve.handoff import Handoff, PrefillDone
+from kvtool.serve.keys import PromptKeys, prompt_keys
+from kvtool.serve.options import PrefillOptions
+from kvtool.serve.pull import Task
+from kvtool.serve.put import Staged, stored_run
+from kvtool.serve.request import Request, Usage
+from kvtool.serve.turns import admission_order, next_chunk
+from kvtool.serve.worker import Job, Worker
+
+OnDone = Callable[[PrefillDone], None]
+"""Called once, from one of the worker's threads or from within submit; must not block."""
+
+
+class _Job(Job):
+    """Stages: looking -> waiting -> pulling -> computing -> putting; a job in none of them is new or over."""
+
+    def __init__(self, request: Request, done: OnDone, keys: PromptKeys, now_s: float) -> None:
+        super().__init__(request, now_s)
+        self.done, self.keys = done, keys
+        self.stage = "new"
+        self.task: Task | None = None
+        self.resident = 0  # leading keys that the pool said it has
+        self.hit_blocks = 0
+        self.hit_tokens: dict[str, int] = {}
+        self.puts_sent = self.puts_done = 0
+        self.stored: dict[int, int] = {}  # first index of a batch -> blocks of it that are in the pool
+        self.new_blocks = 0
+        self.put_until_s = 0.0
+        self.usage = Usage(prompt_tokens=len(request.tokens))
+        self.end = keys.end
+
+
+class PrefillWorker(Worker[_Job]):
+    """See the module. `pool` None: every prompt is computed and no hand-off has blocks; of use for tests only."""
+
+    role = "prefill"
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: Pool | None,
+        namespace: str = "default",
+        options: PrefillOptions | None = None,
+        *,
+        clock: Clock | None = None,
+        close_pool: bool = False,
+    ) -> None:
+        self._options = options or PrefillOptions()
+        super().__init__(
+            engine,
+            pool,
+            namespace,
+            self._options.pool,
+            queue_max=self._options.queue_max,
+            staging_blocks_max=self._options.staging_blocks_max,
+            clock=clock,
+            close_pool=close_pool,
+        )
+        self._thread.start()
+
+    def submit(self, request: Request, done: OnDone) -> None:
+        """Take a request. Never raises for its faults: `done` gets the error, then from within this call."""
+
+        def make(now_s: float) -> _Job:
+            return _Job(request, done, prompt_keys(request, self._engine, self._namespace), now_s)
+
+        try:
+            self._accept(request, make, lambda: check_room(request, self._engine, len(request.tokens)))
+        except KvtoolError as error:
+            self._count("refused")
+            refused = PrefillDone(request.request_id, None, Usage(prompt_tokens=len(request.tokens)), error)
+            self._call(f"done request={request.request_id}", lambda: done(refused))
+            return
+        self._wake.set()
+
+    # The engine's thread.
+
+    def _turn(self, now_s: float) -> bool:
+        with self._lock:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            self._advance(job, now_s)
+        self._admit(jobs, now_s)
+        chosen = next_chunk((job for job in jobs if job.stage == "computing"), now_s)
+        if chosen is not None:
+            self._chunk(chosen)
+        return chosen is not None
+
+    def _advance(self, job: _Job, now_s: float) -> None:
+        error = self._overdue(job, now_s)
+        if job.task is not None and not job.task.done.is_set():
+            late = now_s >= job.task.due_at_s
+            assert self._puller is not None
+            if not (late or error) or not self._puller.give_up(job.task):
+                return
+            if job.stage == "looking":
+                job.stage = "waiting"
+            else:
+                self._pulled(job, given_up=True)
+        if error is not None:
+            self._stop(job, error)
+        elif job.stage == "new":
+            self._look(job, now_s)
+        elif job.stage == "looking":
+            job.task, job.stage = None, "waiting"
+        elif job.stage == "pulling":
+            self._pulled(job)
+        elif job.stage == "putting" and now_s >= job.put_until_s:
+            self._done(job)
+
+    def _look(self, job: _Job, now_s: float) -> None:
+        if self._puller is None:
+            job.stage = "waiting"
+            return
+        job.stage = "looking"
+        job.task = self._puller.match(job.id, job.keys.all, lambda task: self._looked(job, task))
+        if job.task is None:
+            job.stage = "waiting"
+
+    def _looked(self, job: _Job, task: Task) -> None:
+        """In the pull thread: what is resident is known. A full hit ends here and waits for no computation."""
+        job.resident = task.matched
+        keys = job.keys
+        enough = len(keys.keys) if self._options.tail_to_decode and keys.keys else len(keys.all)
+        if job.resident >= enough and not job.cancelled:
+            job.hit_blocks = min(job.resident, len(keys.keys))
+            self._done(job)
+
+    def _admit(self, jobs: list[_Job], now_s: float) -> None:
+        active = len(self._holders)
+        for job in admission_order((job for job in jobs if job.stage == "waiting" and not job.finished), now_s):
+            if job.end == 0:  # one token: nothing to compute, nothing to move
+                self._done(job)
+                continue
+            if active >= self._options.active_max:
+                return
+            try:
+                self._open(job, job.end, now_s)
+            except EngineFull:
+                return
+            active += 1
+            job.usage.seconds["queue"] = now_s - job.arrived_at_s
+            job.served_at_s = now_s
+            job.stage, job.task = "computing", None
+            if self._puller is not None and job.resident and job.sequence is not None:
+                job.task = self._puller.pull(job.id, job.sequence, job.keys.all[: job.resident])
+                if job.task is not None:
+                    job.stage = "pulling"
+
+    def _pulled(self, job: _Job, given_up: bool = False) -> None:
+        assert job.task is not None and job.sequence is not None
+        pulled, job.task, job.stage = job.task.pulled, None, "computing"
+        if given_up or not pulled.blocks:
+            return
+        job.at = job.sequence.length = job.keys.covered(pulled.blocks)
+        job.hit_blocks = min(pulled.blocks, len(job.keys.keys))
+        for tier in pulled.by_tier[: job.hit_blocks]:
+            job.hit_tokens[tier] = job.hit_tokens.get(tier, 0) + self._block_tokens
+        job.usage.path_bytes, job.usage.seconds["fetch"] = pulled.path_bytes, pulled.seconds
+        if job.left == 0:
+            self._computed(job)
+
+    def _chunk(self, job: _Job) -> None:
+        first = job.at
+        try:
+            seconds = self._compute(job, job.request.tokens, self._chunk_end(job, self._options.chunk_tokens))
+            job.usage.seconds["prefill"] = job.usage.seconds.get("prefill", 0.0) + seconds
+            self._put(job, first)
+        except Exception as error:
+            self._stop(job, self._engine_error(job, "prefill", error))
+            return
+        if job.left == 0:
+            self._computed(job)
+
+    def _put(self, job: _Job, first: int) -> None:
+        """Stage what the chunk from `first` on made whole, and behind the last chunk the trailing partial block."""
+        if self._putter is None or job.sequence is None or job.finished:
+            return
+        keys, start = job.keys, first // self._block_tokens
+        batch = Staged(job.id, self._clock.now_s())
+        for index in range(start, job.at // self._block_tokens):
+            if not self._putter.stage(batch, job.sequence, index, keys.keys[index], keys.parent(index)):
+                break
+        else:
+            if job.left == 0 and keys.tail is not None:
+                index, transient_s = len(keys.keys), self._options.tail_transient_s
+                self._putter.stage(batch, job.sequence, index, keys.tail, keys.parent(index), transient_s)
+        if not batch.puts:
+            return
+        job.puts_sent += 1
+        self._putter.send(batch, lambda batch: self._stored(job, start, batch))
+
+    def _stored(self, job: _Job, start: int, batch: Staged) -> None:
+        """In the put thread."""
+        with self._lock:
+            job.stored[start] = stored_run(batch.results)
+            job.new_blocks += sum(result.outcome.value == "stored" for result in batch.results)
+            job.puts_done += 1
+            last = job.stage == "putting" and job.puts_done == job.puts_sent
+        if last:
+            self._done(job)
+
+    def _computed(self, job: _Job) -> None:
+        self._release(job)
+        with self._lock:
+            job.put_until_s = self._clock.now_s() + self._options.pool.put_budget_s
+            job.stage = "putting"
+            if job.puts_done < job.puts_sent:
+                return
+        self._done(job)
+
+    def _stop(self, job: _Job, error: KvtoolError) -> None:
+        self._release(job)
+        self._end(job, error)
+
+    # The end of a request, on any thread.
+
+    def _done(self, job: _Job) -> None:
+        if not self._claim(job, "done"):
+            return
+        keys, blocks = job.keys, job.hit_blocks
+        with self._lock:
+            while stored := job.stored.get(blocks):
+                blocks += stored
+            job.usage.put_blocks = job.new_blocks
+        tail = keys.tail_tokens if max(blocks, job.resident) == len(keys.all) else 0
+        blocks = min(blocks, len(keys.keys))
+        hits = job.hit_tokens
+        job.usage.hit_tokens = dict(hits)
+        job.usage.computed_tokens = len(job.request.tokens) - job.hit_blocks * self._block_tokens
+        job.usage.seconds["total"] = self._clock.now_s() - job.arrived_at_s
+        handoff = Handoff(blocks, tail, job.hit_blocks, dict(hits), keys.seed.hex()[:16])
+        self._tell(job, PrefillDone(job.id, handoff, job.usage))
+
+    def _end(self, job: _Job, error: KvtoolError) -> None:
+        if self._claim(job, "cancelled" if isinstance(error, Cancelled) else "failed"):
+            self._tell(job, PrefillDone(job.id, None, job.usage, error))
+
+    def _tell(self, job: _Job, done: PrefillDone) -> None:
+        job.stage = "over"
+        self._call(f"done request={job.id}", lambda: job.done(done))
+
+    def _queued(self) -> int:
+        return sum(job.sequence is None and job.stage != "putting" for job in self._jobs.values())
