@@ -63,6 +63,8 @@ class FetchGate:
         if blocks <= 0:
             return False
         fetch_s, compute_s = self._fetch_s(blocks), self._compute_s(blocks)
+        if not self._options.recompute_if_faster:
+            return True
         if fetch_s is None or compute_s is None or fetch_s < compute_s:
             return True
         self._skipped += 1
