@@ -1,0 +1,359 @@
+"""The front: one request's way over a prefill and a decode server, whatever happens to them meanwhile.
+
+    admit -> prefill (tokens and a hand-off) -> decode (a stream of steps) -> the client
+
+Everything runs in one event loop on a thread of its own, so Triton's execute() only hands requests over. A prefill
+server that fails is replaced by another, or by none: decode can compute a prompt itself. A decode server that fails is
+waited for or replaced, and the answer goes on where it was (`resume`). With the pool down the prefill stage has nobody
+to hand its blocks to and is left out. The request's deadline bounds all of it, and every way out cancels what still
+runs for the request elsewhere. Free of Triton's types.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvtool.errors import Cancelled, DeadlinePassed, EngineFull, KvtoolError, Overloaded, RequestRefused, Unavailable
+from kvtool.triton import rpc
+from kvtool.triton.asked import Asked, Limits
+from kvtool.triton.peers import Peer, Peers, PeersFile
+from kvtool.triton.resume import Resume
+from kvtool.triton.usage import usage_fields
+from kvtool.triton.wire import Ask, Step
+
+log = logging.getLogger(__name__)
+
+SERVERS_LOST_MAX = 3
+"""Decode servers that one request may lose before it is given up: it may be what kills them."""
+_ALIVE = (Overloaded, EngineFull)
+_REST_S = 0.5
+"""Before an instance that failed a request is tried again under the same epoch."""
+_LOOK_S = 0.1
+_CANCEL_S = 2.0
+_POLL_S = 0.025
+
+
+class Sink(Protocol):
+    """Where the answer goes. Called from the front's thread only; `step.finish` or `fail` is the last call."""
+
+    def step(self, step: Step) -> None: ...
+
+    def fail(self, error: KvtoolError) -> None: ...
+
+    def cancelled(self) -> bool:
+        """Whether the client has gone away."""
+        ...
+
+
+@dataclass
+class Flight:
+    """One request in flight. `touched`: (instance, worker's request id) that may hold something for it."""
+
+    asked: Asked
+    sink: Sink
+    arrived_s: float
+    until_s: float
+    stage: str = "prefill"
+    touched: list[tuple[Peer, str]] = field(default_factory=list)
+    instances: dict[str, str] = field(default_factory=dict)
+    prefill_usage: dict[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    first_token_s: float | None = None
+    resume: Resume = field(default_factory=Resume)
+    rests: dict[tuple[str, int], float] = field(default_factory=dict)
+    lost: set[tuple[str, int]] = field(default_factory=set)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def left_s(self) -> float:
+        return self.until_s - time.monotonic()
+
+    def ask(self) -> Ask:
+        """For one attempt: a worker that still holds an earlier one must not take it for the same."""
+        return self.asked.ask(f"{self.asked.request_id}~{len(self.touched)}", self.left_s)
+
+
+class Front:
+    """See the module. `submit` and `status` may be called from any thread."""
+
+    def __init__(self, peers: PeersFile, limits: Limits) -> None:
+        self._peers, self._limits = peers, limits
+        self._links = rpc.Links()
+        self._flights: dict[str, Flight] = {}
+        self._loads: dict[str, int] = {}
+        self._mean_s = 1.0
+        self._background: set[asyncio.Future[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._busy = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="front", daemon=True)
+        self._thread.start()
+        self._call(self._watch())
+
+    # From Triton's thread.
+
+    def submit(self, asked: Asked, sink: Sink) -> None:
+        """Take a request; its answer, or its error, goes to `sink`."""
+        self._loop.call_soon_threadsafe(self._admit, asked, sink, time.monotonic())
+
+    def operate(self, op: str, request_id: str, sink: Sink) -> None:
+        """Answer "status" or "canary" (usage has the status), or "cancel" a request. In the loop, so that an answer
+        shows that the loop lives."""
+        self._loop.call_soon_threadsafe(self._operate, op, request_id, sink)
+
+    def status(self) -> dict[str, Any]:
+        """Requests in flight, and the instances as the front knows them."""
+        now_s = time.monotonic()
+        flights = [
+            {
+                "request_id": name,
+                "stage": flight.stage,
+                "age_s": round(now_s - flight.arrived_s, 3),
+                "tokens": len(flight.resume.sent_tokens),
+                "retries": flight.retries,
+                "instances": dict(flight.instances),
+            }
+            for name, flight in list(self._flights.items())
+        ]
+        return {"in_flight": flights, "loads": {name: load for name, load in self._loads.items() if load}}
+
+    def close(self) -> None:
+        """End every request with Unavailable, cancel what runs for them elsewhere, stop the thread."""
+        if self._thread.is_alive():
+            self._call(self._end()).result(_CANCEL_S + 3)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # In the loop.
+
+    def _admit(self, asked: Asked, sink: Sink, arrived_s: float) -> None:
+        try:
+            asked = asked.checked(self._limits)
+            name = asked.request_id or uuid.uuid4().hex[:16]
+            if name in self._flights:
+                raise RequestRefused(f"{name}: a request with this id is in flight; ids must differ")
+            if len(self._flights) >= self._limits.concurrent_max:
+                wait_s = min(30.0, max(0.1, self._mean_s / self._limits.concurrent_max))
+                raise Overloaded(
+                    f"{len(self._flights)} requests are in flight, limits.concurrent_max is "
+                    f"{self._limits.concurrent_max}; retry after {wait_s:.1f} s",
+                    retry_after_s=wait_s,
+                )
+        except KvtoolError as error:
+            sink.fail(error)
+            return
+        asked = asked.named(name)
+        flight = Flight(asked, sink, arrived_s, arrived_s + asked.deadline_s)
+        self._flights[name] = flight
+        flight.task = self._loop.create_task(self._fly(flight))
+        self._busy.set()
+
+    def _operate(self, op: str, request_id: str, sink: Sink) -> None:
+        if op not in ("status", "canary", "cancel"):
+            sink.fail(RequestRefused(f"op: wanted status, canary or cancel, found {op[:40]!r}"))
+            return
+        flight = self._flights.get(request_id) if op == "cancel" else None
+        if flight is not None and flight.task is not None:
+            flight.task.cancel()
+        sink.step(Step((), "", "stop", {"cancelled": flight is not None} if op == "cancel" else self.status()))
+
+    async def _fly(self, flight: Flight) -> None:
+        """From admission to the last response; nothing of the request is left anywhere afterwards."""
+        error: KvtoolError | None = None
+        try:
+            await asyncio.wait_for(self._serve(flight), max(0.0, flight.left_s))
+        except asyncio.TimeoutError:
+            error = DeadlinePassed(
+                f"{flight.asked.request_id}: not done within its deadline of {flight.asked.deadline_s:g} s "
+                f"(in {flight.stage}, {len(flight.resume.sent_tokens)} tokens sent)"
+            )
+        except asyncio.CancelledError:
+            error = Cancelled(f"{flight.asked.request_id}: cancelled by the client")
+        except KvtoolError as failed:
+            error = failed
+        except Exception as bug:
+            log.exception("request failed request=%s", flight.asked.request_id)
+            error = KvtoolError(f"{flight.asked.request_id}: the front failed: {type(bug).__name__}: {bug}")
+        finally:
+            self._flights.pop(flight.asked.request_id, None)
+        total_s = time.monotonic() - flight.arrived_s
+        if error is None:
+            self._mean_s += 0.1 * (total_s - self._mean_s)
+        else:
+            self._spawn(self._cancel_all(flight))
+            with contextlib.suppress(Exception):
+                flight.sink.fail(error)
+        log.info(
+            "request done request=%s tokens=%d seconds=%.4f retries=%d error=%s",
+            flight.asked.request_id,
+            len(flight.resume.sent_tokens),
+            total_s,
+            flight.retries,
+            type(error).__name__ if error else "none",
+        )
+
+    async def _serve(self, flight: Flight) -> None:
+        peers = self._peers.read()
+        tokens: tuple[int, ...] = ()
+        handoff = ""
+        if peers.pool_up and peers.of("prefill"):
+            tokens, handoff = await self._prefill(flight)
+        if not tokens:
+            tokens = await self._tokenize(flight)
+        flight.stage = "decode"
+        while True:
+            peer = await self._choose("decode", flight)
+            flight.instances["decode"] = peer.name
+            try:
+                await self._decode(flight, peer, tokens, handoff)
+                return
+            except Unavailable as error:
+                self._lost(flight, peer, error)
+                if isinstance(error, _ALIVE) and len(self._peers.read().of("decode")) == 1:
+                    raise
+                if len(flight.lost) >= SERVERS_LOST_MAX:
+                    raise Unavailable(
+                        f"{flight.asked.request_id}: {len(flight.lost)} decode servers were lost with this request, "
+                        f"the last so: {error}"
+                    ) from None
+
+    async def _prefill(self, flight: Flight) -> tuple[tuple[int, ...], str]:
+        """Tokens and hand-off; ((), "") when no prefill server could be had, which costs time and no answer."""
+        for _ in range(2):
+            peer = self._free("prefill", flight, self._peers.read())
+            if peer is None:
+                break
+            flight.instances["prefill"] = peer.name
+            ask = flight.ask()
+            flight.touched.append((peer, ask.request_id))
+            try:
+                with self._load(peer):
+                    text = flight.asked.text
+                    tokens, handoff, usage = await self._links.prefill(peer, text, ask, flight.left_s)
+            except Unavailable as error:
+                self._lost(flight, peer, error)
+                continue
+            flight.touched.pop()
+            flight.prefill_usage = usage
+            return tokens, handoff
+        flight.instances.pop("prefill", None)
+        return (), ""
+
+    async def _tokenize(self, flight: Flight) -> tuple[int, ...]:
+        while True:
+            peer = await self._choose("decode", flight)
+            try:
+                return await self._links.tokenize(peer, flight.asked.text, flight.ask(), flight.left_s)
+            except Unavailable as error:
+                self._lost(flight, peer, error)
+
+    async def _decode(self, flight: Flight, peer: Peer, tokens: tuple[int, ...], handoff: str) -> None:
+        ask = flight.ask()
+        flight.touched.append((peer, ask.request_id))
+        flight.resume.restart()
+        steps = self._links.decode(peer, tokens, ask, handoff, flight.left_s)
+        with self._load(peer):
+            async with contextlib.aclosing(steps):
+                async for step in steps:
+                    if step.error is not None:
+                        raise step.error
+                    self._pass_on(flight, step)
+        flight.touched.pop()
+
+    def _pass_on(self, flight: Flight, step: Step) -> None:
+        """Send what is new to the client; the last step goes with the usage of the whole way."""
+        tokens, text = flight.resume.take(step.tokens, step.text)
+        now_s = time.monotonic()
+        if tokens and flight.first_token_s is None:
+            flight.first_token_s = now_s
+        if step.finish:
+            first_s = flight.first_token_s or now_s
+            usage = usage_fields(flight.prefill_usage, step.usage)
+            usage |= {
+                "request_id": flight.asked.request_id,
+                "ttft_ms": round(1e3 * (first_s - flight.arrived_s), 3),
+                "total_ms": round(1e3 * (now_s - flight.arrived_s), 3),
+                "finish_reason": step.finish,
+                "instances": dict(flight.instances),
+                "retries": flight.retries,
+            }
+            flight.sink.step(Step(tokens, text, step.finish, usage))
+        elif tokens or text:
+            flight.sink.step(Step(tokens, text))
+
+    def _lost(self, flight: Flight, peer: Peer, error: KvtoolError) -> None:
+        flight.retries += 1
+        flight.rests[peer.identity] = time.monotonic() + _REST_S
+        if peer.role == "decode" and not isinstance(error, _ALIVE):
+            flight.lost.add(peer.identity)
+        log.warning("instance failed request=%s instance=%s error=%s", flight.asked.request_id, peer.name, error)
+        if flight.touched and flight.touched[-1][0] == peer:
+            self._spawn(self._cancel(*flight.touched[-1]))
+
+    # Which instance.
+
+    async def _choose(self, role: str, flight: Flight) -> Peer:
+        """The least loaded instance that may be tried now; waits for one until the deadline (in `_fly`) ends it."""
+        while True:
+            peer = self._free(role, flight, self._peers.read())
+            if peer is not None:
+                return peer
+            await asyncio.sleep(_LOOK_S)
+
+    def _free(self, role: str, flight: Flight, peers: Peers) -> Peer | None:
+        now_s = time.monotonic()
+        able = [peer for peer in peers.of(role) if flight.rests.get(peer.identity, 0.0) <= now_s]
+        return min(able, key=lambda peer: (self._loads.get(peer.name, 0), peer.name), default=None)
+
+    @contextlib.contextmanager
+    def _load(self, peer: Peer) -> Any:
+        self._loads[peer.name] = self._loads.get(peer.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._loads[peer.name] -= 1
+
+    # Cancelling.
+
+    async def _watch(self) -> None:
+        """Look for clients that went away; asleep while no request is in flight."""
+        while True:
+            if not self._flights:
+                self._busy.clear()
+                await self._busy.wait()
+            for flight in list(self._flights.values()):
+                if flight.task is not None and flight.sink.cancelled():
+                    flight.task.cancel()
+            await asyncio.sleep(max(_POLL_S, 0.001 * len(self._flights)))
+
+    async def _cancel_all(self, flight: Flight) -> None:
+        await asyncio.gather(*(self._cancel(peer, name) for peer, name in flight.touched))
+
+    async def _cancel(self, peer: Peer, request_id: str) -> None:
+        """Best effort: a server that cannot be told is gone, or ends the request by its deadline."""
+        with contextlib.suppress(KvtoolError):
+            await self._links.operate(peer, {"op": "cancel", "request_id": request_id}, _CANCEL_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._background.discard)
+
+    async def _end(self) -> None:
+        for flight in list(self._flights.values()):
+            if flight.task is not None:
+                flight.task.cancel()
+                await asyncio.wait([flight.task], timeout=1.0)
+        if self._background:
+            await asyncio.wait(self._background, timeout=_CANCEL_S)
+        await self._links.close()

@@ -1,0 +1,29 @@
+"""decode_engine: pulls a prompt's KV from the pool and generates (kvtool.serve.decode)."""
+
+from kvtool.serve.open import open_decode
+from kvtool.triton import bridge
+from kvtool.triton.desk import DecodeDesk
+from kvtool.triton.settings import Settings
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        settings = Settings.of(args)
+        worker = open_decode(
+            settings.engine,
+            settings.pool_state,
+            settings.decode_options(),
+            namespace=settings.text("namespace"),
+            name=settings.instance,
+        )
+        self.desk, self.outbox = DecodeDesk(worker), bridge.Outbox()
+
+    def execute(self, requests):
+        for request in requests:
+            reply = bridge.DecodeReply(request.get_response_sender(), self.outbox)
+            tokens, handoff = bridge.ids(request, "INPUT_IDS"), bridge.text(request, "HANDOFF")
+            self.desk.take(bridge.text(request, "REQUEST"), tokens, handoff, reply)
+
+    def finalize(self):
+        self.desk.close()
+        self.outbox.close()
