@@ -127,6 +127,7 @@ class UcxReader:
         self._bind = nixl.load().nixlBind
         region = (self.staging.address, self.staging.slots * self.staging.slot_size, 0, "")
         self._registered = self._agent.register_memory([region], "DRAM")
+        self._closed = False
         self._lock = RLock()
         self._peers: dict[str, _Peer] = {}
         self._abandoned: list[_Transfer] = []
@@ -212,17 +213,18 @@ class UcxReader:
             return len(self._abandoned)
 
     def close(self) -> None:
-        """Leave. Staging that an abandoned transfer may still write to stays mapped until the process ends."""
+        """Leave. Staging that a transfer may still write to stays mapped until the process ends. Again is a no-op."""
         with self._lock:
-            if self._agent is None:
+            if self._closed:
                 return
             for peer_id in list(self._peers):
                 self.disconnect(peer_id)
-            if self._abandoned:
-                _kept_mapped.append((self.staging, self._agent, self._abandoned))
+            self._closed = True
+            if self._leaving:
+                _kept_mapped.append(self)
             else:
                 self._agent.deregister_memory(self._registered)
-            self._agent = None
+                self._agent = None
 
     def _introduce(self, peer_id: str, metadata: bytes) -> _Peer | None:
         """Load the metadata; None when this very incarnation is connected already."""
@@ -327,8 +329,6 @@ class UcxReader:
 
     def _reap(self) -> None:
         """Poll what was abandoned; whatever is over gives its slots back. Under the lock."""
-        if self._agent is None:
-            return
         still: list[_Transfer] = []
         for transfer in self._abandoned:
             try:
@@ -358,7 +358,7 @@ class UcxReader:
                 pass  # NIXL removed it when the link broke
 
     def _require_open(self) -> None:
-        if self._agent is None:
+        if self._closed:
             raise Unavailable("this reader is closed")
 
     def _require_usable(self, peer_id: str, peer: _Peer) -> None:
@@ -375,8 +375,8 @@ class UcxReader:
             raise Unavailable(f"peer {peer_id} was disconnected")
 
 
-_kept_mapped: list[Any] = []
-"""Staging of closed readers that a hung peer might still write to: memory lost, but never memory overwritten."""
+_kept_mapped: list[UcxReader] = []
+"""Closed readers whose staging a hung peer might still write to: memory lost, but never memory overwritten."""
 
 
 def _poll(state: Callable[[], str], deadline_s: float) -> str:
