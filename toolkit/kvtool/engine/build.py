@@ -184,7 +184,9 @@ def _engine_at(out: Path, source_digest: str, force: bool) -> Manifest | None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not (out / FILE).is_file():
-        raise EngineRefused(f"{out}: wanted an engine directory or nothing there, found other files; choose another --out")
+        raise EngineRefused(
+            f"{out}: wanted an engine directory or nothing there, found other files; choose another --out"
+        )
     try:
         there = read_manifest(out)
     except EngineRefused:
@@ -274,7 +276,9 @@ def _remove_leftover(old: Path, out: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise EngineRefused(f"{out}: another process builds this engine right now; wait for it, then try again") from None
+        raise EngineRefused(
+            f"{out}: another process builds this engine right now; wait for it, then try again"
+        ) from None
     finally:
         os.close(descriptor)
     shutil.rmtree(old)

@@ -101,7 +101,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
     head_dim = _field(file, f"{kind}.attention.key_length", int, hidden // heads)
     rotated = _field(file, f"{kind}.rope.dimension_count", int, head_dim)
     if rotated != head_dim or _field(file, f"{kind}.attention.value_length", int, head_dim) != head_dim:
-        raise CheckpointRefused(f"{file.path}: it rotates {rotated} of {head_dim} dims; this kvtool rotates whole heads")
+        raise CheckpointRefused(
+            f"{file.path}: it rotates {rotated} of {head_dim} dims; this kvtool rotates whole heads"
+        )
     theta = float(_field(file, f"{kind}.rope.freq_base", float, 10000.0))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:

@@ -61,7 +61,9 @@ def tokenizer_files(metadata: dict[str, Any], vocab: int, context: int, path: Pa
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(i, tokens[i], kind) for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)],
+        "added_tokens": [
+            _added(i, tokens[i], kind) for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)
+        ],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
         "post_processor": _leading(bos, tokens) if bos else None,

@@ -107,7 +107,9 @@ def _compile(template: Any, directory: Path) -> Any:
     try:
         return environment.from_string(template)
     except (TemplateSyntaxError, TypeError) as error:
-        raise EngineRefused(f"{directory}: the chat template cannot be read ({error}); build the engine again") from None
+        raise EngineRefused(
+            f"{directory}: the chat template cannot be read ({error}); build the engine again"
+        ) from None
 
 
 def _refuse(message: str) -> None:
