@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvtool.errors import Missing, ProtocolError, Refused, Unavailable
-from kvtool.transfer import nixl
+from kvtool.transfer import nixl, ucx
 from kvtool.transfer.staging import StagingExhausted
 from kvtool.transfer.ucx import PeerDead, PeerHung, UcxOwner, UcxReader
 
@@ -237,6 +237,20 @@ def test_a_hung_owner_costs_its_deadline_and_holds_what_it_may_still_write(start
     reader.connect("hung", hung.metadata, within(10))
     with reader.read("hung", [(7, 100)], within(5)) as (block,):
         assert bytes(block) == hung.bytes[7:107].tobytes()
+
+
+@pytest.mark.skipif(not OVER_TCP, reason="over CMA a stopped process is still read")
+def test_a_closed_reader_keeps_mapped_what_a_hung_owner_may_still_write(start):
+    hung = start()
+    closed = UcxReader("client", 4 * MIB, 256 * KIB)
+    closed.connect("a", hung.metadata, within(10))
+    hung.signal(signal.SIGSTOP)
+    with pytest.raises(PeerHung):
+        closed.read("a", [(0, 256 * KIB)], within(0.05))
+    closed.close()
+    assert closed in ucx._kept_mapped and closed.progress() == 1
+    hung.signal(signal.SIGCONT)
+    assert until(lambda: closed.progress() == 0)
 
 
 @pytest.mark.skipif(not OVER_TCP, reason="over CMA a stopped process is still read")
