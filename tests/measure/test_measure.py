@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtool.measure import facts
-from kvtool.measure.processes import Process, cpu_between, family, look
+from kvtool.measure.processes import cpu_between, settle, watch
 from kvtool.measure.stats import Ratio, percentile, ratio, summarise
+from kvtool.triton.process import Process
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=400), st.floats(0.001, 1.0))
@@ -48,34 +50,28 @@ def test_facts_name_what_is_needed_to_run_it_again_and_not_this_machine() -> Non
     assert os.uname().nodename not in str(found) or os.uname().nodename in ("linux", "localhost")
 
 
-def test_family_finds_children_of_children_and_what_they_used() -> None:
-    """A child starts a grandchild that works for a tenth of a second and then waits for its stdin to close."""
-    work = (
-        "import time, sys; end = time.process_time() + 0.1\nwhile time.process_time() < end: pass\nprint(1, flush=True)"
-    )
-    grandchild = f"{work}\nsys.stdin.read()"
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        before = look(process.pid)
-        assert process.stdout and process.stdin and before
-        process.stdout.readline()
-        found = family([process.pid])
-        process.stdin.close()
-    assert len(found) == 2
-    assert found[0].pid == process.pid
-    assert found[1].cpu_s >= 0.05  # counted in ticks of the kernel
-    assert found[1].resident > 2**20
-    assert cpu_between([], found)[found[1].pid] == found[1].cpu_s
+def test_watch_finds_the_grandchild_by_its_mark_and_what_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child starts a grandchild that works until the look is over; both carry the mark of the deployment."""
+    work = "print(1, flush=True)\nwhile True: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
+    environ = {**os.environ, "KVTOOL_DEPLOYMENT": f"test-{os.getpid()}"}
+    command = [sys.executable, "-c", child]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, start_new_session=True) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            costs = watch(f"test-{os.getpid()}", 0.5)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert len(costs) == 2
+    assert costs[0].cpu_s < costs[1].cpu_s
+    assert costs[1].resident > 2**20
+    assert settle(f"test-{os.getpid()}", timeout_s=5.0, window_s=0.05), "nothing of it runs any more"
 
 
 def test_reused_pid_is_not_taken_for_the_process_before() -> None:
-    old = Process(7, "old", cpu_s=9.0, resident=0, shared=0, started_ticks=1)
-    new = Process(7, "new", cpu_s=0.5, resident=0, shared=0, started_ticks=2)
-    assert cpu_between([old], [new]) == {7: 0.5}
-    assert cpu_between([old], [Process(7, "old", 9.25, 0, 0, 1)]) == {7: 0.25}
+    def process(started_ticks: int, cpu_s: float) -> Process:
+        return Process(7, 1, 7, "S", started_ticks, cpu_s, 0, "it")
 
-
-def test_process_that_is_gone_is_none() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    assert look(process.pid) is None
+    assert cpu_between([process(1, 9.0)], [process(2, 0.5)]) == {7: 0.5}
+    assert cpu_between([process(1, 9.0)], [process(1, 9.25)]) == {7: 0.25}

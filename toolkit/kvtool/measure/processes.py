@@ -1,61 +1,29 @@
-"""What processes cost: CPU seconds and resident memory, read from /proc."""
+"""What the processes of a deployment cost: CPU seconds between two looks, and memory."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_TICKS_S = 1.0 / os.sysconf("SC_CLK_TCK")
+from kvtool.triton.process import PROC, Process, marked
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+QUIET_SHARE = 0.10
+"""A deployment that uses less than this share of one core counts as idle."""
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process at one moment. `cpu_s`: user and system time since its start. `resident` includes shared pages,
-    `shared` is that part of it (shared memory counts in every process that touches it)."""
+class Cost:
+    """One process over a stretch of time. `resident` includes `shared`, which counts in every process that maps it."""
 
     pid: int
     name: str
     cpu_s: float
     resident: int
     shared: int
-    started_ticks: int
-    """Since boot; with the pid it names a process for good."""
-
-
-def look(pid: int) -> Process | None:
-    """The process `pid`, or None when it is gone."""
-    folder = Path("/proc") / str(pid)
-    try:
-        stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-        pages = (folder / "statm").read_text().split()
-        command = (folder / "cmdline").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
-    return Process(
-        pid, _name(command, stat), (int(fields[11]) + int(fields[12])) * _TICKS_S, int(pages[1]) * _PAGE,
-        int(pages[2]) * _PAGE, int(fields[19]),
-    )  # fmt: skip
-
-
-def family(roots: Iterable[int]) -> list[Process]:
-    """The processes `roots` and all that descend from them, by pid."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            parent = _parent(folder)
-            if parent is not None:
-                children.setdefault(parent, []).append(int(folder.name))
-    pids, seen = list(roots), set[int]()
-    while pids:
-        pid = pids.pop()
-        if pid not in seen:
-            seen.add(pid)
-            pids.extend(children.get(pid, ()))
-    return [process for pid in sorted(seen) if (process := look(pid)) is not None]
 
 
 def cpu_between(before: Iterable[Process], after: Iterable[Process]) -> dict[int, float]:
@@ -64,21 +32,44 @@ def cpu_between(before: Iterable[Process], after: Iterable[Process]) -> dict[int
     return {p.pid: p.cpu_s - earlier.get((p.pid, p.started_ticks), 0.0) for p in after}
 
 
-def _parent(folder: Path) -> int | None:
+def watch(deployment: str, seconds: float) -> list[Cost]:
+    """What each process of the deployment costs over the next `seconds`, by pid. Blocks for that long."""
+    before = marked(deployment)
+    time.sleep(seconds)
+    after = marked(deployment)
+    used = cpu_between(before, after)
+    return [
+        Cost(p.pid, _called(p), used[p.pid], p.rss_size, _shared(p.pid)) for p in sorted(after, key=lambda p: p.pid)
+    ]
+
+
+def settle(deployment: str, timeout_s: float = 60.0, window_s: float = 0.5) -> bool:
+    """Wait until the deployment is idle, such as after it stored an answer's blocks; False if it never was."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        if sum(cost.cpu_s for cost in watch(deployment, window_s)) < QUIET_SHARE * window_s:
+            return True
+    return False
+
+
+def _shared(pid: int) -> int:
     try:
-        return int((folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+        return int((PROC / str(pid) / "statm").read_text().split()[2]) * _PAGE
+    except OSError:
+        return 0
 
 
-def _name(command: list[bytes], stat: str) -> str:
+def _called(process: Process) -> str:
     """What a person would call it: the program, and the module or model that it runs."""
-    words = [word.decode(errors="replace") for word in command if word]
+    try:
+        raw = (PROC / str(process.pid) / "cmdline").read_bytes()
+    except OSError:
+        return process.name
+    words = [word.decode(errors="replace") for word in raw.split(b"\0") if word]
     if not words:
-        return stat[stat.index("(") + 1 : stat.rindex(")")]
-    program = Path(words[0]).name
+        return process.name
     if "-m" in words[1:-1]:
-        return f"{program} {words[words.index('-m') + 1]}"
-    if program == "triton_python_backend_stub" and len(words) > 1:
-        return f"{program} {Path(words[1]).parent.parent.name}"
-    return program
+        return f"{Path(words[0]).name} -m {words[words.index('-m') + 1]}"
+    if process.name.startswith("triton_python") and len(words) > 1:
+        return f"stub of {Path(words[1]).parent.parent.name}"
+    return Path(words[0]).name

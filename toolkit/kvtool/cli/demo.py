@@ -1,0 +1,228 @@
+"""`kvtool demo`: the whole way once, said step by step, and nothing left behind.
+
+Doctor, build, deploy, a long prompt cold, the same prompt with its KV in the pool, the same prompt in one process, and
+a table. It fails when the tokens differ: speed that changes the answer is no speed.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvtool.cli import console
+from kvtool.cli.demo_text import QUESTION, document
+from kvtool.errors import KvtoolError, Missing, Unavailable
+from kvtool.units import show_size
+
+if TYPE_CHECKING:
+    from kvtool.measure.serve import Answer
+
+RECIPE = "smollm2-135m"
+SPEC = """version: 1
+name: demo
+engine: engine
+run_dir: state
+"""
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
+
+
+def demo(
+    keep: bool = typer.Option(False, "--keep", help="Leave the deployment running, and say how to talk to it."),
+    run_dir: Path = typer.Option(Path("run/demo"), "--dir", help="Where engine, spec, state and logs go."),
+    entries: int = typer.Option(
+        44, "--entries", min=1, max=200, help="Length of the made-up document; 1 is ~33 tokens."
+    ),
+    max_tokens: int = typer.Option(48, "--max-tokens", min=2, help="Length of each answer."),
+) -> None:
+    """Build, deploy, stream, compare: the whole way in one command.
+
+    Everything is stopped at the end, also after Ctrl-C or a failure.
+    """
+    run_dir = run_dir.resolve()
+    prompt = f"{document(entries)}\n\n{QUESTION}\n"
+    _check_machine()
+    engine = _build(run_dir / "engine")
+    spec = run_dir / "spec.yaml"
+    spec.write_text(SPEC, encoding="utf-8")
+    with _deployment(spec, run_dir / "state", keep) as deployed:
+        cold, warm = _ask_twice(deployed, prompt, max_tokens)
+        alone = _ask_alone(engine, prompt, max_tokens)
+        same = cold.tokens == warm.tokens == alone.tokens
+        _show(cold, warm, alone, same)
+        if keep:
+            _say_how_to_talk(run_dir / "state", spec)
+    if not same:
+        raise typer.Exit(1)
+
+
+def _check_machine() -> None:
+    """Raises Missing: something needed is not here."""
+    from kvtool.doctor.checks import examine
+    from kvtool.doctor.host import this_host
+
+    console.step("kvtool doctor: does this machine have what is needed?")
+    findings = examine(this_host())
+    failed = [finding for finding in findings if finding.failed]
+    for finding in failed:
+        console.warn(f"{finding.name}: {finding.found}; {finding.fix}")
+    if failed:
+        raise Missing(f"the demo needs {', '.join(finding.name for finding in failed)}; the fixes are above")
+    console.done(f"{len(findings)} things looked at, all that is needed is here")
+
+
+def _build(directory: Path) -> Path:
+    from kvtool.engine.build import build
+
+    console.step(f"kvtool build {RECIPE}: checkpoint to engine directory (some 20 s, once)")
+    result = build(RECIPE, directory)
+    size = show_size(sum(result.manifest.files.values()))
+    how = f"built in {result.seconds:.0f} s" if result.built else "built before, used again"
+    console.done(f"{result.manifest.architecture}, {size}, KV {result.manifest.layout}: {how}")
+    return directory
+
+
+@contextmanager
+def _deployment(spec: Path, state_dir: Path, keep: bool) -> Iterator[Any]:
+    """A running deployment, ended on the way out unless `keep` and all went well. SIGTERM ends it too."""
+    from kvtool.measure.deployed import Deployed
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupted)
+    kept = False
+    try:
+        console.step(f"kvtool deploy up {_short(spec)}: a pool of two ranks, and front, prefill and decode servers")
+        began_s = time.monotonic()
+        command = [sys.executable, "-m", "kvtool.cli.main", "deploy", "up", str(spec)]
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=START_TIMEOUT_S)
+        if ran.returncode != 0:
+            raise Unavailable(f"the deployment did not start (exit code {ran.returncode}); logs are in {state_dir}")
+        deployed = Deployed(state_dir)
+        console.done(f"ready in {time.monotonic() - began_s:.1f} s, gRPC on {deployed.url}")
+        yield deployed
+        kept = keep
+    finally:
+        if not kept:
+            _stop(state_dir)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(state_dir: Path) -> None:
+    """End the deployment and look for leftovers. A supervisor that is only just starting has its lock already but no
+    state yet, so this goes on until the lock is free.
+
+    Raises:
+        KvtoolError: something is left.
+    """
+    from kvtool.errors import Refused
+    from kvtool.triton.process import marked
+    from kvtool.triton.state import locked, read_state_or_nothing, stop
+
+    console.step("kvtool deploy down: stop everything, look for leftovers")
+    deployment = (read_state_or_nothing(state_dir) or {}).get("deployment", "")
+    until_s = time.monotonic() + STOP_TIMEOUT_S
+    while state_dir.is_dir():
+        stop(state_dir)
+        try:
+            with locked(state_dir):
+                break
+        except Refused:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.1)
+    processes = marked(deployment) if deployment else []
+    memory = sorted(path.name for path in Path("/dev/shm").glob(f"kvt-{deployment}-*")) if deployment else []
+    if processes or memory:
+        left = ", ".join([*(f"process {process.pid} ({process.name})" for process in processes), *memory])
+        raise KvtoolError(f"the deployment was stopped, but this is left: {left}")
+    console.done("stopped; no process and no shared memory is left")
+
+
+def _ask_twice(deployed: Any, prompt: str, max_tokens: int) -> tuple[Answer, Answer]:
+    from kvtool.measure.processes import settle
+
+    answers = []
+    for text in ("a prompt that nobody asked before", "the same prompt again, its KV is in the pool now"):
+        console.step(f"kvtool generate: {text}")
+        answer = deployed(prompt, max_tokens, on_text=_stream_out)
+        sys.stdout.write("\n")
+        console.done(
+            f"{answer.prompt_tokens} prompt tokens, {answer.hit_tokens} of them from the pool; "
+            f"first token after {answer.ttft_s * 1e3:.0f} ms"
+        )
+        answers.append(answer)
+        settle(deployed.id)
+    return answers[0], answers[1]
+
+
+def _ask_alone(engine: Path, prompt: str, max_tokens: int) -> Answer:
+    from kvtool.measure.alone import Alone
+    from kvtool.serve.options import DecodeOptions
+
+    console.step("kvtool generate --local: the same prompt in one process, without servers and pool")
+    alone = Alone(engine, DecodeOptions())
+    try:
+        answer = alone(prompt, max_tokens)
+    finally:
+        alone.close()
+    console.done(f"first token after {answer.ttft_s * 1e3:.0f} ms")
+    return answer
+
+
+def _show(cold: Answer, warm: Answer, alone: Answer, same: bool) -> None:
+    from kvtool.measure.stats import summarise
+
+    def gap(answer: Answer) -> str:
+        if not answer.gaps_s:
+            return "-"
+        gaps = summarise([gap_s * 1e3 for gap_s in answer.gaps_s])
+        return f"{gaps.median:.1f} / {gaps.p90:.1f} ms"
+
+    answers = (cold, warm, alone)
+    rows = [
+        ("TTFT", *(f"{answer.ttft_s * 1e3:.0f} ms" for answer in answers)),
+        ("TTFT, one process = 1", *(f"{answer.ttft_s / alone.ttft_s:.2f}" for answer in answers)),
+        ("TBT, median / P90", *(gap(answer) for answer in answers)),
+        ("prompt tokens from the pool", *(f"{a.hit_tokens} of {a.prompt_tokens}" for a in (cold, warm)), "-"),
+        ("blocks put into the pool", str(cold.blocks_put), str(warm.blocks_put), "-"),
+        ("bytes read from the pool, by path", _paths(cold), _paths(warm), "-"),
+    ]
+    out = console.out()
+    out.print()
+    out.print(console.table("", ["", "cold", "KV in the pool", "one process"], rows, right=(1, 2, 3)))
+    out.print(f"same tokens as one process: {'yes' if same else 'NO'}")
+
+
+def _paths(answer: Answer) -> str:
+    return ", ".join(f"{path} {show_size(size)}" for path, size in sorted(answer.path_bytes.items()) if size) or "none"
+
+
+def _say_how_to_talk(state_dir: Path, spec: Path) -> None:
+    console.out().print(
+        f"\nIt runs on. Talk to it, then stop it:\n"
+        f"  kvtool generate --run-dir {_short(state_dir)} 'What is a harbour?'\n"
+        f"  kvtool chat --run-dir {_short(state_dir)}\n"
+        f"  kvtool deploy status {_short(spec)}\n"
+        f"  kvtool deploy down {_short(spec)}",
+        markup=False,
+    )
+
+
+def _short(path: Path) -> Path:
+    """Relative to the working directory where it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _stream_out(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
