@@ -185,6 +185,7 @@ def test_engines_of_other_numerics_share_no_block():
 @pytest.mark.parametrize("turn_tokens", [1, 3, 8, 21, 40])
 def test_the_next_turn_hits_generated_blocks_and_equals_a_cold_run(turn_tokens):
     pool, tokens = embedded(), prompt(turn_tokens, 27)
+    before = 0
     with serving(pool) as house:
         for turn in range(4):
             stream = house.ask(tokens, 19)

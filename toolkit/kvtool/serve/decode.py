@@ -143,6 +143,7 @@ class DecodeWorker(Worker[_Job]):
             jobs = list(self._jobs.values())
         for job in jobs:
             self._advance(job, now_s)
+        self._sweep()
         self._admit(jobs, now_s)
         running = [job for job in jobs if job.stage == "running"]
         if running:
@@ -385,6 +386,9 @@ class DecodeWorker(Worker[_Job]):
         job.usage.completion_tokens = len(job.generated)
         job.usage.seconds["total"] = self._clock.now_s() - job.arrived_at_s
         self._send(job, Event(job.id, job.sent, tokens, context, cut_chars, finish, job.usage, error))
+
+    def _keeps(self, job: _Job) -> bool:
+        return job in self._backlog
 
     def _queued(self) -> int:
         return sum(job.stage == "waiting" for job in self._jobs.values())

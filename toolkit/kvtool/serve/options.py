@@ -12,8 +12,8 @@ class PoolOptions:
     `path`: auto, shm or ucx. `fetch_threads`: reads and imports that run at once.
     `fetch_slack`: no fetch may take longer than this share of the time that recomputing would take, unless the measured
     bandwidth says that it needs it; a stalled pool therefore costs a request a fifth of its prefill at most.
-    `recompute_if_faster`: compute instead of fetching where that was measured to be faster; off, a resident block is always
-    fetched. `breaker_failures` waits in vain in a row close the way to the pool for `breaker_rest_s`.
+    `recompute_if_faster`: compute instead of fetching where that was measured to be faster; off, a resident block is
+    always fetched. `breaker_failures` waits in vain in a row close the way to the pool for `breaker_rest_s`.
     """
 
     path: str = "auto"

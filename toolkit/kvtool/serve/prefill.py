@@ -85,13 +85,22 @@ class PrefillWorker(Worker[_Job]):
             return _Job(request, done, prompt_keys(request, self._engine, self._namespace), now_s)
 
         try:
-            self._accept(request, make, lambda: check_room(request, self._engine, len(request.tokens)))
+            job = self._accept(request, make, lambda: check_room(request, self._engine, len(request.tokens)))
         except KvtoolError as error:
             self._count("refused")
             refused = PrefillDone(request.request_id, None, Usage(prompt_tokens=len(request.tokens)), error)
             self._call(f"done request={request.request_id}", lambda: done(refused))
             return
+        self._look(job)
         self._wake.set()
+
+    def _look(self, job: _Job) -> None:
+        """Ask the pool what is resident. By the submitter, since the engine's thread may be in a long chunk."""
+        with self._lock:
+            if self._puller is not None:
+                job.task = self._puller.match(job.id, job.keys.all, lambda task: self._looked(job, task))
+            if not job.finished:
+                job.stage = "waiting" if job.task is None else "looking"
 
     # The engine's thread.
 
@@ -100,6 +109,7 @@ class PrefillWorker(Worker[_Job]):
             jobs = list(self._jobs.values())
         for job in jobs:
             self._advance(job, now_s)
+        self._sweep()
         self._admit(jobs, now_s)
         chosen = next_chunk((job for job in jobs if job.stage == "computing"), now_s)
         if chosen is not None:
@@ -108,34 +118,25 @@ class PrefillWorker(Worker[_Job]):
 
     def _advance(self, job: _Job, now_s: float) -> None:
         error = self._overdue(job, now_s)
-        if job.task is not None and not job.task.done.is_set():
-            late = now_s >= job.task.due_at_s
+        with self._lock:
+            task, stage = job.task, job.stage
+        if stage in ("new", "over"):
+            return
+        if task is not None and not task.done.is_set():
+            late = now_s >= task.due_at_s
             assert self._puller is not None
-            if not (late or error) or not self._puller.give_up(job.task):
+            if not (late or error) or not self._puller.give_up(task):
                 return
-            if job.stage == "looking":
-                job.stage = "waiting"
-            else:
+            if stage == "pulling":
                 self._pulled(job, given_up=True)
         if error is not None:
             self._stop(job, error)
-        elif job.stage == "new":
-            self._look(job, now_s)
-        elif job.stage == "looking":
+        elif stage == "looking":
             job.task, job.stage = None, "waiting"
         elif job.stage == "pulling":
             self._pulled(job)
-        elif job.stage == "putting" and now_s >= job.put_until_s:
+        elif stage == "putting" and now_s >= job.put_until_s:
             self._done(job)
-
-    def _look(self, job: _Job, now_s: float) -> None:
-        if self._puller is None:
-            job.stage = "waiting"
-            return
-        job.stage = "looking"
-        job.task = self._puller.match(job.id, job.keys.all, lambda task: self._looked(job, task))
-        if job.task is None:
-            job.stage = "waiting"
 
     def _looked(self, job: _Job, task: Task) -> None:
         """In the pull thread: what is resident is known. A full hit ends here and waits for no computation."""

@@ -44,7 +44,7 @@ class TextStream:
         self._decoder, self._stop = decoder, tuple(stop)
         self._held: list[int] = []
         self._sent: deque[int] = deque()  # a few tokens of context; starts where a step started
-        self._steps: deque[int] = deque()  # their step lengths
+        self._steps: deque[tuple[int, int]] = deque()  # their steps: tokens, characters
 
     @property
     def held(self) -> int:
@@ -95,11 +95,19 @@ class TextStream:
         del self._held[:count]
         if self._decoder is not None and tokens:
             self._sent.extend(tokens)
-            self._steps.append(count)
-            while len(self._sent) - self._steps[0] >= _CONTEXT_TOKENS:
-                for _ in range(self._steps.popleft()):
-                    self._sent.popleft()
+            self._steps.append((count, len(text)))
+            self._forget()
         return Step(tokens, context, cut, text, stopped)
+
+    def _forget(self) -> None:
+        """Keep a few tokens of context, and some text in it: a first token may be shown in another way."""
+        while True:
+            (oldest, _), *others = self._steps
+            if len(self._sent) - oldest < _CONTEXT_TOKENS or not any(chars for _, chars in others):
+                return
+            self._steps.popleft()
+            for _ in range(oldest):
+                self._sent.popleft()
 
 
 def _final(part: str, rest: str) -> bool:

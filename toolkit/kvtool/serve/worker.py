@@ -264,6 +264,17 @@ class Worker(ABC, Generic[J]):
         if sequence is not None:
             self._engine.close(sequence)
 
+    def _sweep(self) -> None:
+        """Release what ended requests still hold. They release it themselves; this is for an end from outside, such as
+        `close` losing patience with a computation."""
+        for job in list(self._holders.values()):
+            if job.finished and not self._keeps(job):
+                self._release(job)
+
+    def _keeps(self, job: J) -> bool:
+        """Whether an ended request may hold its sequence yet."""
+        return False
+
     def _compute(self, job: J, tokens: tuple[int, ...], end: int) -> float:
         """One chunk [job.at, end) by the prefill path; the seconds that it took."""
         assert job.sequence is not None
