@@ -6,23 +6,20 @@ a table. It fails when the tokens differ: speed that changes the answer is no sp
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvtool.cli import console
 from kvtool.cli.demo_text import QUESTION, document
-from kvtool.errors import KvtoolError, Missing, Unavailable
+from kvtool.cli.running import running, short
+from kvtool.errors import Missing
 from kvtool.units import show_size
 
 if TYPE_CHECKING:
+    from kvtool.measure.deployed import Deployed
     from kvtool.measure.serve import Answer
 
 RECIPE = "smollm2-135m"
@@ -31,8 +28,6 @@ name: demo
 engine: engine
 run_dir: state
 """
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 60.0
 
 
 def demo(
@@ -53,7 +48,7 @@ def demo(
     engine = _build(run_dir / "engine")
     spec = run_dir / "spec.yaml"
     spec.write_text(SPEC, encoding="utf-8")
-    with _deployment(spec, run_dir / "state", keep) as deployed:
+    with running(spec, run_dir / "state", keep) as deployed:
         cold, warm = _ask_twice(deployed, prompt, max_tokens)
         alone = _ask_alone(engine, prompt, max_tokens)
         same = cold.tokens == warm.tokens == alone.tokens
@@ -90,65 +85,7 @@ def _build(directory: Path) -> Path:
     return directory
 
 
-@contextmanager
-def _deployment(spec: Path, state_dir: Path, keep: bool) -> Iterator[Any]:
-    """A running deployment, ended on the way out unless `keep` and all went well. SIGTERM ends it too."""
-    from kvtool.measure.deployed import Deployed
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupted)
-    kept = False
-    try:
-        console.step(f"kvtool deploy up {_short(spec)}: a pool of two ranks, and front, prefill and decode servers")
-        began_s = time.monotonic()
-        command = [sys.executable, "-m", "kvtool.cli.main", "deploy", "up", str(spec)]
-        ran = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=START_TIMEOUT_S)
-        if ran.returncode != 0:
-            raise Unavailable(f"the deployment did not start (exit code {ran.returncode}); logs are in {state_dir}")
-        deployed = Deployed(state_dir)
-        console.done(f"ready in {time.monotonic() - began_s:.1f} s, gRPC on {deployed.url}")
-        yield deployed
-        kept = keep
-    finally:
-        if not kept:
-            _stop(state_dir)
-        signal.signal(signal.SIGTERM, before)
-
-
-def _stop(state_dir: Path) -> None:
-    """End the deployment and look for leftovers. A supervisor that is only just starting has its lock already but no
-    state yet, so this goes on until the lock is free.
-
-    Raises:
-        KvtoolError: something is left.
-    """
-    from kvtool.errors import Refused
-    from kvtool.triton.process import marked
-    from kvtool.triton.state import locked, read_state_or_nothing, stop
-
-    console.step("kvtool deploy down: stop everything, look for leftovers")
-    deployment = (read_state_or_nothing(state_dir) or {}).get("deployment", "")
-    until_s = time.monotonic() + STOP_TIMEOUT_S
-    while state_dir.is_dir():
-        stop(state_dir)
-        try:
-            with locked(state_dir):
-                break
-        except Refused:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.1)
-    processes = marked(deployment) if deployment else []
-    memory = sorted(path.name for path in Path("/dev/shm").glob(f"kvt-{deployment}-*")) if deployment else []
-    if processes or memory:
-        left = ", ".join([*(f"process {process.pid} ({process.name})" for process in processes), *memory])
-        raise KvtoolError(f"the deployment was stopped, but this is left: {left}")
-    console.done("stopped; no process and no shared memory is left")
-
-
-def _ask_twice(deployed: Any, prompt: str, max_tokens: int) -> tuple[Answer, Answer]:
+def _ask_twice(deployed: Deployed, prompt: str, max_tokens: int) -> tuple[Answer, Answer]:
     from kvtool.measure.processes import settle
 
     answers = []
@@ -210,17 +147,12 @@ def _paths(answer: Answer) -> str:
 def _say_how_to_talk(state_dir: Path, spec: Path) -> None:
     console.out().print(
         f"\nIt runs on. Talk to it, then stop it:\n"
-        f"  kvtool generate --run-dir {_short(state_dir)} 'What is a harbour?'\n"
-        f"  kvtool chat --run-dir {_short(state_dir)}\n"
-        f"  kvtool deploy status {_short(spec)}\n"
-        f"  kvtool deploy down {_short(spec)}",
+        f"  kvtool generate --run-dir {short(state_dir)} 'What is a harbour?'\n"
+        f"  kvtool chat --run-dir {short(state_dir)}\n"
+        f"  kvtool deploy status {short(spec)}\n"
+        f"  kvtool deploy down {short(spec)}",
         markup=False,
     )
-
-
-def _short(path: Path) -> Path:
-    """Relative to the working directory where it lies below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _stream_out(text: str) -> None:

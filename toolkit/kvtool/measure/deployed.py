@@ -22,7 +22,7 @@ class Deployed:
     def __init__(self, run_dir: Path, *, ignore_eos: bool = False, timeout_s: float = 600.0) -> None:
         self.url = front_url(run_dir)
         self.id = str((read_state(run_dir) or {}).get("deployment", ""))
-        self._ignore_eos, self._timeout_s = ignore_eos, timeout_s
+        self.ignore_eos, self._timeout_s = ignore_eos, timeout_s
         self.usage: dict[str, Any] = {}
         """Of the last answer."""
 
@@ -31,7 +31,7 @@ class Deployed:
         tokens: list[int] = []
         token_at_s: list[float] = []
         began_s = time.perf_counter()
-        pieces = stream(self.url, prompt, max_tokens=max_tokens, ignore_eos=self._ignore_eos, timeout_s=self._timeout_s)
+        pieces = stream(self.url, prompt, max_tokens=max_tokens, ignore_eos=self.ignore_eos, timeout_s=self._timeout_s)
         for piece in pieces:
             token_at_s.extend([time.perf_counter() - began_s] * len(piece.tokens))
             tokens.extend(piece.tokens)

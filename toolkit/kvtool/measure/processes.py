@@ -32,15 +32,28 @@ def cpu_between(before: Iterable[Process], after: Iterable[Process]) -> dict[int
     return {p.pid: p.cpu_s - earlier.get((p.pid, p.started_ticks), 0.0) for p in after}
 
 
+class Watch:
+    """What each process of a deployment costs inside a `with` block; `costs`, by pid, is there afterwards."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
+        self.costs: list[Cost] = []
+
+    def __enter__(self) -> Watch:
+        self._before = marked(self._deployment)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = sorted(marked(self._deployment), key=lambda process: process.pid)
+        used = cpu_between(self._before, after)
+        self.costs = [Cost(p.pid, _called(p), used[p.pid], p.rss_size, _shared(p.pid)) for p in after]
+
+
 def watch(deployment: str, seconds: float) -> list[Cost]:
-    """What each process of the deployment costs over the next `seconds`, by pid. Blocks for that long."""
-    before = marked(deployment)
-    time.sleep(seconds)
-    after = marked(deployment)
-    used = cpu_between(before, after)
-    return [
-        Cost(p.pid, _called(p), used[p.pid], p.rss_size, _shared(p.pid)) for p in sorted(after, key=lambda p: p.pid)
-    ]
+    """What each process of the deployment costs over the next `seconds`. Blocks for that long."""
+    with Watch(deployment) as watched:
+        time.sleep(seconds)
+    return watched.costs
 
 
 def settle(deployment: str, timeout_s: float = 60.0, window_s: float = 0.5) -> bool:
@@ -72,4 +85,5 @@ def _called(process: Process) -> str:
         return f"{Path(words[0]).name} -m {words[words.index('-m') + 1]}"
     if process.name.startswith("triton_python") and len(words) > 1:
         return f"stub of {Path(words[1]).parent.parent.name}"
-    return Path(words[0]).name
+    repository = next((word for word in words if word.startswith("--model-repository=")), "")
+    return f"{Path(words[0]).name} {Path(repository).name}".rstrip()
