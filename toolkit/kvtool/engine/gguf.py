@@ -212,16 +212,21 @@ class GgufFile:
     def values(self, name: str) -> npt.NDArray[np.float32]:
         """Tensor `name` in float32, dequantised, shape as in `tensors`."""
         place = self.tensors[name]
-        raw = self._elements(place)
-        if place.kind == "BF16":
-            return (raw.astype(np.uint32) << 16).view(np.float32).reshape(place.shape)
-        if place.kind in ("F32", "F16"):
-            return raw.astype(np.float32).reshape(place.shape)
-        scale = raw["scale"].astype(np.float32)[:, None]
-        if place.kind == "Q8_0":
-            return (raw["codes"] * scale).reshape(place.shape)
+        return _dequantise(self._elements(place), place.kind).reshape(place.shape)
+
+
+def _dequantise(raw: npt.NDArray[Any], kind: str) -> npt.NDArray[np.float32]:
+    """Elements as stored -> float32, flat."""
+    values: npt.NDArray[Any]
+    if kind in ("F32", "F16"):
+        values = raw
+    elif kind == "BF16":
+        values = (raw.astype(np.uint32) << 16).view(np.float32)
+    elif kind == "Q8_0":
+        values = raw["codes"] * raw["scale"].astype(np.float32)[:, None]
+    else:
         packed = raw["codes"]
         codes = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
-        if place.kind == "Q4_0":
-            return ((codes - 8) * scale).reshape(place.shape)
-        return (codes * scale + raw["offset"].astype(np.float32)[:, None]).reshape(place.shape)
+        scale = raw["scale"].astype(np.float32)[:, None]
+        values = (codes - 8) * scale if kind == "Q4_0" else codes * scale + raw["offset"].astype(np.float32)[:, None]
+    return values.astype(np.float32, copy=False)

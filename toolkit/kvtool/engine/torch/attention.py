@@ -1,10 +1,10 @@
 """Attention with a fixed order of summation for every position.
 
 How a flash kernel splits keys and rounds depends on the shape of its call. So prefill always calls it in the same
-shapes: queries in tiles of 64 positions aligned to absolute position, keys from 0 to the end of the tile. A tile's shape
-depends on where it lies and on nothing else; rows that a chunk does not want are zero and thrown away. (FlashAttention,
-Dao et al. 2022, section 3.1, for the online softmax whose split is being fixed.) Queries of one KV head's group are
-folded into the row axis, so one call reads K and V once for all of them.
+shapes: queries in tiles of 64 positions aligned to absolute position, keys from 0 to the end of the tile. The shape of
+a tile depends on where it lies and on nothing else; rows that a chunk does not want are zero and thrown away.
+(FlashAttention, Dao et al. 2022, section 3.1, for the online softmax whose split is being fixed.) Queries of one KV
+head's group are folded into the row axis, so one call reads K and V once for all of them.
 
 Decode attends for one sequence at a time, so that its shape is a function of its position and not of the batch.
 """
@@ -18,7 +18,8 @@ from kvtool.engine.family import Family
 from kvtool.engine.torch.memory import KVMemory, TorchSequence
 
 TILE = 64
-"""Query positions in a call. 32 cost 1.8 x as much a row on two cores (three KV heads divide badly), 128 little less."""
+"""Query positions in a call. A row in a tile of 32 cost 1.8 x as much (three KV heads divide badly by two cores), in
+one of 128 little less."""
 
 
 class Attention:

@@ -167,8 +167,8 @@ class TorchEngine:
         return linears.down(self._silu(gate).mul_(up))
 
     def _silu(self, x: torch.Tensor) -> torch.Tensor:
-        """x * sigmoid(x), always by the vector kernel: its scalar tail rounds differently, and where a tail falls depends
-        on how threads share the rows. Rows are whole vectors (see `weights`), so an even share has no tail."""
+        """x * sigmoid(x), always by the vector kernel: its scalar tail rounds differently, and where a tail falls
+        depends on how threads share the rows. Rows are whole vectors (see `weights`), so an even share has no tail."""
         rows, columns = x.shape
         even = rows if rows * columns < GRAIN else rows - rows % self.threads
         if even == rows:

@@ -1,4 +1,4 @@
-"""Rotary position tables (Su et al., RoFormer, arXiv:2104.09864), with Llama 3's scaling where the config asks for it."""
+"""Rotary position tables (RoFormer, Su et al., arXiv:2104.09864), with Llama 3's scaling where a config asks for it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 bf16 tensors are mapped from the engine directory, so processes on one machine share their pages. The q, k and v
 projections are joined to one matrix, gate and up to another: fewer, larger products. The intermediate size is padded
-with zeros to whole vectors of 64, which keeps elementwise kernels off their scalar tails (whose exp rounds differently).
+with zeros to whole vectors of 64, which keeps elementwise kernels off their scalar tails, whose exp rounds otherwise.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ class _Files:
     """Tensors of an engine directory by name, mapped."""
 
     def __init__(self, directory: Path, codes: bool) -> None:
-        self._open = {}
+        self._open: dict[str, Any] = {}
         for file in (WEIGHTS, CODES) if codes else (WEIGHTS,):
             try:
                 self._open[file] = safe_open(directory / file, framework="pt")
