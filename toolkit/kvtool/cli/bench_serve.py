@@ -15,6 +15,8 @@ from kvtool.errors import Refused, Unavailable
 from kvtool.units import show_size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvtool.config.spec import Spec
     from kvtool.measure.deployed import Deployed
     from kvtool.measure.processes import Cost
@@ -41,7 +43,7 @@ def serve(
         20.0, "--idle", min=1.0, help="Seconds over which the idle deployment's CPU is counted."
     ),
     seed: int = typer.Option(1, "--seed", help="Of the made-up prompts."),
-    json_file: Path | None = typer.Option(None, "--json", help="Save raw results here."),
+    as_json: bool = typer.Option(False, "--json", help="Print raw results as JSON; the tables go to stderr."),
 ) -> None:
     """A deployment against one process: TTFT, TBT, overheads.
 
@@ -51,17 +53,16 @@ def serve(
     if run_dir is not None:
         if spec is not None:
             raise Refused("--spec starts a deployment and --run-dir takes a running one; give one of the two")
-        found = _measure_running(run_dir.resolve(), prompt_tokens, max_tokens, rounds, idle, seed)
+        found = _measure_running(run_dir.resolve(), prompt_tokens, max_tokens, rounds, idle, seed, as_json)
     else:
         spec_file = spec or _default_spec(work_dir.resolve())
         from kvtool.config.load import load_spec
 
         loaded, _ = load_spec(spec_file)
         with running(spec_file, loaded.state_dir) as deployed:
-            found = _measure(deployed, loaded, prompt_tokens, max_tokens, rounds, idle, seed)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        console.done(f"raw results in {json_file}")
+            found = _measure(deployed, loaded, prompt_tokens, max_tokens, rounds, idle, seed, as_json)
+    if as_json:
+        console.print_json(found)
     if not found["same_tokens"]:
         console.fail("the deployment's tokens differ from one process's; these speeds mean nothing")
         raise typer.Exit(1)
@@ -90,7 +91,14 @@ def _measure_running(run_dir: Path, *settings: Any) -> dict[str, Any]:
 
 
 def _measure(
-    deployed: Deployed, spec: Spec, prompt_tokens: int, max_tokens: int, rounds: int, idle_s: float, seed: int
+    deployed: Deployed,
+    spec: Spec,
+    prompt_tokens: int,
+    max_tokens: int,
+    rounds: int,
+    idle_s: float,
+    seed: int,
+    as_json: bool,
 ) -> dict[str, Any]:
     from kvtool.measure.alone import Alone
     from kvtool.measure.facts import facts
@@ -125,7 +133,7 @@ def _measure(
         alone.close()
     _settled(deployed)
     streaming = _cpu_of_a_stream(deployed, made_prompt(seed, rounds, 16, count))
-    _show(found, idle, idle_s, streaming, about)
+    _show(console.err() if as_json else console.out(), found, idle, idle_s, streaming, about)
     return {
         **about,
         **found.to_json(),
@@ -159,9 +167,13 @@ def _cpu_of_a_stream(deployed: Deployed, prompt: str) -> dict[str, float]:
 
 
 def _show(
-    found: Comparison, idle: list[Cost], idle_s: float, streaming: dict[str, float], about: dict[str, Any]
+    out: Console,
+    found: Comparison,
+    idle: list[Cost],
+    idle_s: float,
+    streaming: dict[str, float],
+    about: dict[str, Any],
 ) -> None:
-    out = console.out()
     ratios = [
         (name, f"{each.median:.2f}", f"{each.low:.2f} to {each.high:.2f}", TARGETS.get(name, ""))
         for name, each in found.ratios().items()

@@ -1,21 +1,27 @@
-"""docs/reference.md, made from the commands and the spec themselves: `scripts/docs` writes it, a test keeps it fresh.
+"""Pages made from what they speak of: docs/reference.md, and the README's table of results.
 
-Nothing is described twice: a flag's words are its --help, a key's words are its field's description.
+Nothing is described twice: a flag's words are its --help, a key's words are its field's description, and a result is
+what a benchmark wrote to tests/bench/. `scripts/docs` writes the pages, a test keeps them fresh.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from typer.main import get_command
 
+from kvtool.cli.bench_serve import TARGETS
 from kvtool.cli.lazy import LazyGroup, load
 from kvtool.cli.main import app
-from kvtool.config.spec import Spec, json_schema
-from kvtool.units import show_size
+from kvtool.config.spec import Spec
 
+RESULTS_BEGIN = "<!-- results: made by scripts/docs from tests/bench/serve.json -->"
+RESULTS_END = "<!-- end of results -->"
 HEAD = """# Reference
 
 Made by `scripts/docs` from the commands' own help and the spec's own descriptions; do not edit.
@@ -78,6 +84,8 @@ def _default(parameter: Any) -> str:
     value = parameter.default
     if parameter.required:
         return "required"
+    if isinstance(parameter.show_default, str):
+        return _cell(parameter.show_default)
     if value is None or callable(value) or value is False or value in ("", [], ()):
         return ""
     if value is True:
@@ -87,7 +95,7 @@ def _default(parameter: Any) -> str:
 
 def _spec() -> str:
     rows = "".join(f"| `{key}` | {default} | {_cell(text)} |\n" for key, default, text in spec_keys())
-    return f"## Deployment spec\n\n{json_schema()['description']}\n\n| key | default | |\n|---|---|---|\n{rows}\n"
+    return f"## Deployment spec\n\n{Spec.__doc__}\n\n| key | default | |\n|---|---|---|\n{rows}\n"
 
 
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -96,17 +104,15 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
             continue
-        default = "required" if field.is_required() else f"`{_value(name, field.default)}`"
+        default = "required" if field.is_required() else f"`{_value(field.default)}`"
         yield f"{prefix}{name}", default, field.description or ""
 
 
-def _value(name: str, default: Any) -> str:
+def _value(default: Any) -> str:
     if default is None:
         return "null"
     if isinstance(default, bool):
         return str(default).lower()
-    if name.endswith("_size") and isinstance(default, int):
-        return show_size(default)
     return str(default)
 
 
@@ -118,5 +124,62 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def results(bench: Path) -> str:
+    """The README's table from `bench`/serve.json; says so when nothing was measured yet."""
+    file = bench / "serve.json"
+    if not file.is_file():
+        return (
+            "Not yet measured: `scripts/bench serve` writes `tests/bench/serve.json`, and this table is made from it.\n"
+        )
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        f"| {name} | **{each['median']:.2f}** | {each['low']:.2f} to {each['high']:.2f} | {TARGETS.get(name, '')} |"
+        for name, each in found["ratios"].items()
+    ]
+    raw = [
+        f"| {name} | {each['hit_ratio']:.0%} | {each['median']:.1f} | {each['p90']:.1f} | {each['p99']:.1f} "
+        f"| {each['max']:.1f} |"
+        for name, each in found["raw"].items()
+    ]
+    hardware, same = found["hardware"], "the same" if found["same_tokens"] else "NOT the same"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return "\n".join([
+        "| ratio, runs in turns | median | spread | target |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "| raw | prompt from the pool | median | P90 | P99 | max |",
+        "|---|---|---|---|---|---|",
+        *raw,
+        "",
+        f"SmolLM2-135M, prompts of {found['prompt_tokens']} tokens, {found['max_tokens']} generated, "
+        f"{len(found['samples'])} rounds; the tokens were {same} in all three. {hardware['cpu']}, {hardware['cores']} "
+        f"cores, {hardware['memory']}, GPU: {hardware['gpu']}. {versions}. "
+        f"Commit {found['commit']}, seed {found['seed']}, `{found['command']}`. Raw: `tests/bench/serve.json`.",
+        "",
+    ])  # fmt: skip
+
+
+def with_results(readme: str, table: str) -> str:
+    """`readme` with `table` between its marks.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    head, begin, rest = readme.partition(RESULTS_BEGIN)
+    _, end, tail = rest.partition(RESULTS_END)
+    if not begin or not end:
+        raise ValueError(f"README.md: wanted the lines {RESULTS_BEGIN} and {RESULTS_END} around the results")
+    return f"{head}{begin}\n\n{table}\n{end}{tail}"
+
+
+def main(root: Path) -> None:
+    """Write every made page of the checkout at `root`."""
+    (root / "docs" / "reference.md").write_text(render(), encoding="utf-8")
+    readme = root / "README.md"
+    made = with_results(readme.read_text(encoding="utf-8"), results(root / "tests" / "bench"))
+    readme.write_text(made, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(render(), end="")
+    main(Path(sys.argv[1]))
