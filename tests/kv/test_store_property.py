@@ -121,7 +121,9 @@ class Machine:
 
     def step(self) -> None:
         rng = self.rng
-        match rng.choice(["put", "put", "end", "end", "read", "read", "release", "move", "move", "time", "drop", "die"]):
+        match rng.choice(
+            ["put", "put", "end", "end", "read", "read", "release", "move", "move", "time", "drop", "die"]
+        ):
             case "put":
                 self.put(rng.randrange(3))
             case "end" if self.writers:

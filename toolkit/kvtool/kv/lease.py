@@ -56,6 +56,9 @@ class LeaseTable:
         heapq.heappush(self._due, (lease.lapses_at_s, read))
         return lease
 
+    def has(self, read: ReadId) -> bool:
+        return read in self._leases
+
     def cover(self, lease: Lease, slot: int) -> None:
         """Let a lease that nobody was told of yet hold one more slot."""
         lease.slots.append(slot)

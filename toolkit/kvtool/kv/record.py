@@ -69,7 +69,7 @@ class Grant(IntEnum):
     """Resident already, or being written by another client right now. Nothing to do either way: should the other
     writer fail, the block is a miss, which is slow and not wrong; waiting for him would make everybody slow."""
     WAIT = 2
-    """Room is being made: ask again when a slot came free."""
+    """Room is being made, or the asker's own commits will make some: ask again when a slot may have come free."""
     FULL = 3
     TOO_LARGE = 4
 
@@ -148,6 +148,7 @@ class Demote:
     slot: int
     file_slot: int
     length: int
+    checksum: int
 
 
 @dataclass(frozen=True)

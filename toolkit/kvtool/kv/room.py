@@ -2,11 +2,13 @@
 
 Two tiers, each with a hard count of slots: DRAM, where blocks are written and read, and files below it. A block leaves
 DRAM for a file when its slot is wanted (at once, if the file tier holds a copy already) and comes back when it is
-asked for; it keeps its file copy then, so that leaving again costs nothing. Only blocks without resident children go,
-oldest use first. A slot that anybody may still read or write is quarantined, never reused.
+asked for; it keeps its file copy then, so that leaving again costs nothing. A slot that anybody may still read or
+write is quarantined, never reused.
 
-Parents on other ranks are not known here, so leaf-first holds among the blocks of one rank; across ranks the order of
-touching (last block of a prefix first) has the same effect.
+Oldest use first. Only a block without resident children is ever forgotten; to a file any block may go, as a parent
+there is still a hit (leaf-first there would let a chain longer than DRAM fight for its last slot). Parents on other
+ranks are not known here, so leaf-first holds among the blocks of one rank; across ranks the order of touching (last
+block of a prefix first) has the same effect.
 
 Pure rules: events in, actions out (`take_actions`).
 """
@@ -39,8 +41,9 @@ class Room:
         """Slots to keep free or on the way to be: puts should not wait for a file write."""
         self._index: dict[BlockKey, Entry] = {}
         self._at: list[Entry | None] = [None] * slots  # DRAM slot -> entry
-        self._dram_children, self._children = Children(), Children()
-        self._dram_order, self._file_order = LeafLRU(self._dram_touched), LeafLRU(self._file_touched)
+        self._children = Children()
+        self._dram_order, self._leaf_order = LeafLRU(self._dram_touched), LeafLRU(self._leaf_touched)
+        self._file_order = LeafLRU(self._file_touched)
         self._quarantine: dict[int, Quarantined] = {}
         self._moves: dict[int, Entry] = {}
         self._move = 0
@@ -55,10 +58,17 @@ class Room:
     # Which blocks may leave
 
     def _dram_touched(self, key: BlockKey) -> int | None:
+        """For a block that may leave DRAM: for a file if there is one, else for good."""
         entry = self._index.get(key)
-        if entry is None or entry.state is not State.COMMITTED:
+        if entry is None or entry.state is not State.COMMITTED or self.leases.held(entry.slot):
             return None
-        return None if self._dram_children.any(key) or self.leases.held(entry.slot) else entry.touched
+        if self.files.count and entry.transient_until_s is None:
+            return entry.touched
+        return None if self._children.any(key) else entry.touched
+
+    def _leaf_touched(self, key: BlockKey) -> int | None:
+        """For a block in DRAM that may be forgotten."""
+        return None if self._children.any(key) else self._dram_touched(key)
 
     def _file_touched(self, key: BlockKey) -> int | None:
         entry = self._index.get(key)
@@ -75,6 +85,7 @@ class Room:
     def _offer(self, entry: Entry) -> None:
         if entry.slot >= 0:
             self._dram_order.offer(entry.key)
+            self._leaf_order.offer(entry.key)
         if entry.file_slot >= 0:
             self._file_order.offer(entry.key)
 
@@ -105,19 +116,36 @@ class Room:
             return False
         entry = self._index[key]
         if entry.file_slot >= 0:
-            self._leave_dram(entry)
-            entry.state = State.FILED
-            self._file_order.offer(key)
+            self._to_file_copy(entry)
             return True
         file_slot = self._take_file_slot() if entry.transient_until_s is None and self.files.count else None
         if file_slot is None:
-            self.counts.evicted += 1
-            self._forget(entry, "evicted", now_s)
-            return True
+            return self._forget_leaf(entry, now_s)
         entry.state, entry.file_slot, entry.since_s = State.DEMOTING, file_slot, now_s
         self.demoting += 1
-        self._actions.append(Demote(self._begin_move(entry), key, entry.slot, file_slot, entry.length))
+        self._actions.append(Demote(self._begin_move(entry), key, entry.slot, file_slot, entry.length, entry.checksum))
         return True
+
+    def _forget_leaf(self, victim: Entry, now_s: float) -> bool:
+        """No file takes `victim`: forget it, or the oldest leaf in its stead when it has children."""
+        if self._children.any(victim.key):
+            self._dram_order.offer(victim.key)
+            key = self._leaf_order.next()
+            if key is None:
+                return False
+            victim = self._index[key]
+        if victim.file_slot >= 0:
+            self._to_file_copy(victim)
+        else:
+            self.counts.evicted += 1
+            self._forget(victim, "evicted", now_s)
+        return True
+
+    def _to_file_copy(self, entry: Entry) -> None:
+        """Its file holds it already: leaving DRAM costs nothing."""
+        self._leave_dram(entry)
+        entry.state = State.FILED
+        self._offer(entry)
 
     def _take_file_slot(self) -> int | None:
         slot = self.files.take("block")
@@ -137,6 +165,7 @@ class Room:
     def _keep_ahead(self, now_s: float) -> None:
         self._free_up(self.ahead, now_s)
         self._dram_order.rebuild(self._index, self.dram.count)
+        self._leaf_order.rebuild(self._index, self.dram.count)
         self._file_order.rebuild(self._index, self.files.count)
 
     def why_full(self) -> str:
@@ -151,16 +180,12 @@ class Room:
 
     def _enter_dram(self, entry: Entry) -> None:
         entry.state = State.COMMITTED
-        self._dram_children.add(entry.parent)
         self._actions.append(Stamp(entry.slot, entry.generation, entry.key, entry.length, entry.checksum))
 
     def _leave_dram(self, entry: Entry, quarantine: str = "", now_s: float = 0.0) -> None:
         """Give back the slot of a committed entry, or quarantine it while readers or doubts remain."""
         slot, entry.slot = entry.slot, -1
         self._at[slot] = None
-        if self._dram_children.remove(entry.parent):
-            assert entry.parent is not None
-            self._dram_order.offer(entry.parent)
         if self.leases.held(slot):
             why = quarantine or "readers"
             self._put_aside(Quarantined(slot, entry.generation, entry.key, why, entry.owner, now_s))
@@ -174,8 +199,9 @@ class Room:
     def _unindex(self, entry: Entry) -> None:
         del self._index[entry.key]
         if self._children.remove(entry.parent):
-            assert entry.parent is not None
-            self._file_order.offer(entry.parent)
+            parent = self._index.get(entry.parent or b"")
+            if parent is not None:
+                self._offer(parent)
 
     def _forget(self, entry: Entry, why: str, now_s: float) -> None:
         """Take a readable block out of the index; its slots come back when nobody uses them."""
@@ -211,7 +237,7 @@ class Room:
                 self.files.give(entry.file_slot)
                 entry.file_slot = -1
             self._leave_dram(entry, "doomed", now_s)
-        elif ok and not self.leases.held(entry.slot) and not self._dram_children.any(entry.key):
+        elif ok and not self.leases.held(entry.slot):
             self._leave_dram(entry)
             entry.state = State.FILED
             self._offer(entry)
@@ -247,7 +273,6 @@ class Room:
             self.counts.corrupt += corrupt
             if not entry.doomed:
                 self._unindex(entry)
-            self._dram_children.add(entry.parent)
             self._forget_moved(entry, "corrupt" if corrupt else "unreadable", now_s)
         for reading in readings:
             reading.waiting -= 1

@@ -59,8 +59,8 @@ class Store(Room):
         slot = self._take_slot("reserved")
         if slot is not None:
             return self._reserve(owner, want, slot, now_s)
-        if self.demoting:
-            return Granted(Grant.WAIT)
+        if self.demoting or any(reserved.owner == owner for reserved in self._reserved.values()):
+            return Granted(Grant.WAIT)  # a batch larger than the pool waits for its own first blocks
         self.counts.refused += 1
         return Granted(Grant.FULL)
 

@@ -28,6 +28,7 @@ from kvtool.transfer.checksum import checksum
 
 BATCH = 32
 """Blocks reserved at a time: a put longer than the pool must not evict its own head before that is written."""
+RECHECK_S = 0.02
 _OWNER = 1
 
 
@@ -55,7 +56,7 @@ class EmbeddedPool:
         self.layout = layout
         self._clock = clock or SystemClock()
         slots = SlotMemory.slots_in(dram_size, layout.block_size)
-        file_slots = file_size // layout.block_size
+        file_slots = file_slots_in(file_size, layout.block_size)
         self._store = Store(slots, layout.block_size, file_slots, lease_term_s, reserve_term_s)
         self._map = mmap.mmap(-1, SlotMemory.size(slots, layout.block_size))
         self._memory = SlotMemory(memoryview(self._map), slots, layout.block_size)
@@ -77,7 +78,7 @@ class EmbeddedPool:
         os.close(handle)
         self._file_path = pathlib.Path(name)
         try:
-            self._tiers.files = BlockFile(self._file_path, self.layout.block_size, slots)
+            self._tiers.files = BlockFile(self._file_path, self.layout.block_size, slots, fresh=True)
         except BaseException:
             self._file_path.unlink(missing_ok=True)
             raise
@@ -179,9 +180,11 @@ class EmbeddedPool:
         return [(at, stored if commit is Commit.STORED else lapsed) for at, commit in commits]
 
     def _wait_for_room(self, until_s: float) -> bool:
-        """Until a move ended; False when the time is up."""
+        """Until something may have changed; False when the time is up."""
         with self._changed:
-            return not self._store.demoting or self._changed.wait(max(0.0, until_s - time.monotonic()))
+            left_s = until_s - time.monotonic()
+            self._changed.wait(min(left_s, RECHECK_S))
+            return left_s > 0
 
     def drop(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
         with self._changed:
@@ -229,6 +232,15 @@ class EmbeddedPool:
         with self._changed:
             event(self._clock.now_s())
             self._settled()
+
+
+def file_slots_in(file_size: int, slot_size: int) -> int:
+    """How many slots a file tier of `file_size` bytes has; 0 switches it off."""
+    if not file_size:
+        return 0
+    from kvtool.transfer.files import BlockFile
+
+    return BlockFile.slots_under(file_size, slot_size)
 
 
 def refusal(answer: Granted, size: int, slot_size: int, why_full: str) -> PutResult:

@@ -30,6 +30,11 @@ def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+def slot_offset(slot: int, slots: int, slot_size: int) -> int:
+    """Where slot `slot` begins in a segment of `slots` slots."""
+    return _pages(slots * HEADER.size) + slot * _pages(slot_size)
+
+
 class SlotMemory:
     """`slots` slots of `slot_size` bytes in `view`, which stays the caller's."""
 
@@ -59,10 +64,6 @@ class SlotMemory:
         while slots and SlotMemory.size(slots, slot_size) > size:
             slots -= 1
         return slots
-
-    def offset(self, slot: int) -> int:
-        """Where slot `slot` begins in the segment."""
-        return self.data_at + slot * self.stride
 
     def slot(self, slot: int, length: int) -> memoryview:
         """The first `length` bytes of a slot."""

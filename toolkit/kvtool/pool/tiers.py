@@ -9,17 +9,21 @@ Not thread-safe: every method runs where the rules live.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
 
+from kvtool.errors import BlockCorrupt
 from kvtool.kv.record import Demote, Promote, Reading, Stamp
 from kvtool.kv.store import Store
 from kvtool.pool.memory import SlotMemory
-from kvtool.transfer.checksum import checksum
 
 if TYPE_CHECKING:
+    from kvtool.transfer.filehead import SlotHeader
     from kvtool.transfer.files import BlockFile
+
+log = logging.getLogger("kvtool.pool")
 
 Event = Callable[[float], "list[Reading]"]
 """What came of a move; takes the time, gives the reads that waited for it."""
@@ -45,8 +49,8 @@ class Tiers:
                 self._promote(action)
 
     def _demote(self, move: Demote) -> None:
-        def done(future: Future[int]) -> None:
-            ok = future.exception() is None
+        def done(future: Future[None]) -> None:
+            ok = _error(future) is None
 
             def event(now_s: float) -> list[Reading]:
                 self.bytes_moved["demoted"] += move.length if ok else 0
@@ -56,20 +60,31 @@ class Tiers:
             self.post(event)
 
         assert self.files is not None
-        self.files.write(move.file_slot, self.memory.slot(move.slot, move.length)).add_done_callback(done)
+        data = self.memory.slot(move.slot, move.length)
+        self.files.write(move.file_slot, data, move.key, sum=move.checksum).add_done_callback(done)
 
     def _promote(self, move: Promote) -> None:
-        out = self.memory.slot(move.slot, move.length)
-
-        def done(future: Future[int]) -> None:
-            read = future.exception() is None
-            ok = read and checksum(out, move.key) == move.checksum
+        def done(future: Future[SlotHeader]) -> None:
+            error = _error(future)
+            ok = error is None and future.result().checksum == move.checksum
+            corrupt = isinstance(error, BlockCorrupt) or (error is None and not ok)
 
             def event(now_s: float) -> list[Reading]:
                 self.bytes_moved["promoted"] += move.length if ok else 0
-                return self.store.promoted(move.move, ok, now_s, corrupt=read and not ok)
+                return self.store.promoted(move.move, ok, now_s, corrupt)
 
             self.post(event)
 
         assert self.files is not None
-        self.files.read(move.file_slot, out).add_done_callback(done)
+        out = self.memory.slot(move.slot, move.length)
+        self.files.read(move.file_slot, out, move.key).add_done_callback(done)
+
+
+def _error(future: Future[Any]) -> BaseException | None:
+    """Why a move failed; a move that was never begun, as the file is being closed, failed too."""
+    if future.cancelled():
+        return CancelledError()
+    error = future.exception()
+    if error is not None:
+        log.warning("move between tiers failed why=%r", str(error))
+    return error

@@ -1,0 +1,142 @@
+"""How a client reaches one rank's memory: mapped (same node), or by one-sided UCX transfers.
+
+Mapped, a read is a view in place and a put is written straight into the slot. By UCX, both go through the client's
+registered staging memory, one transfer for all blocks of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
+
+from kvtool.errors import KvtoolError
+from kvtool.kv.layout import KVLayout
+from kvtool.pool.base import Path
+from kvtool.pool.link import Link
+from kvtool.pool.memory import SlotMemory, slot_offset
+from kvtool.pool.state import RankState
+from kvtool.transfer.segment import Segment
+
+if TYPE_CHECKING:
+    from kvtool.transfer.ucx import UcxReader
+
+log = logging.getLogger("kvtool.pool")
+
+STAGING_SIZE = 128 * 2**20
+STAGING_BLOCKS_MIN = 16
+
+
+class UcxDoor:
+    """The client's one UCX reader, made when first needed. Thread-safe."""
+
+    def __init__(self, name: str, layout: KVLayout, staging_size: int = STAGING_SIZE) -> None:
+        self._name, self._layout = name, layout
+        self._size = max(staging_size, STAGING_BLOCKS_MIN * layout.block_size)
+        self._lock = threading.Lock()
+        self._reader: UcxReader | None = None
+        self._abandoned: list[Link] = []
+
+    @property
+    def reader(self) -> UcxReader:
+        """
+        Raises:
+            Missing: NIXL is not installed.
+        """
+        with self._lock:
+            if self._reader is None:
+                from kvtool.transfer.ucx import UcxReader
+
+                self._reader = UcxReader(self._name, self._size, self._layout.block_size)
+            return self._reader
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks one transfer may have."""
+        return self.reader.staging.slots
+
+    def abandon(self, link: Link) -> None:
+        """A write to the rank behind `link` may still be under way: its connection must outlive it."""
+        with self._lock:
+            self._abandoned.append(link)
+
+    def look_after(self) -> None:
+        """Let go of links whose abandoned writes are over."""
+        if self._abandoned and self._reader is not None and not self._reader.progress():
+            with self._lock:
+                links, self._abandoned = self._abandoned, []
+            for link in links:
+                link.end_writing()
+
+    def close(self) -> None:
+        with self._lock:
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+
+class Access:
+    """One rank as a client uses it: `link` for requests and, once `open` succeeded, `path` for bytes."""
+
+    def __init__(self, state: RankState, link: Link, layout: KVLayout, path: str, door: UcxDoor) -> None:
+        self.state, self.link = state, link
+        self.path: Path | None = None
+        self.memory: SlotMemory | None = None
+        self.peer = f"{state.identity}:{state.pid}:{state.started}"
+        self._layout, self._wanted, self._door = layout, path, door
+        self._segment: Segment | None = None
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def wants_ucx(state: RankState, path: str) -> bool:
+        if path == "auto":
+            return not (state.host == socket.gethostname() and FilePath("/dev/shm", state.segment).exists())
+        return path == "ucx"
+
+    def open(self, deadline_s: float) -> Path | None:
+        """Map or connect, once; None when there is no way to the rank's memory.
+
+        Raises:
+            Unavailable: the rank does not answer.
+        """
+        if self.path is Path.SHM or (self.path is Path.UCX and self._door.reader.connected(self.peer)):
+            return self.path
+        with self._lock:
+            if self.link.ucx:
+                return self._open_ucx(deadline_s)
+            if self.path is None and self._wanted in ("auto", "shm"):
+                self._open_shm()
+            return self.path
+
+    def _open_shm(self) -> None:
+        try:
+            self._segment = Segment.attach(self.state.segment, writable=True, size=self.state.segment_size)
+        except KvtoolError as error:
+            log.warning("no shared memory of rank %d why=%r", self.state.rank, str(error))
+            return
+        self.memory = SlotMemory(self._segment.view, self.state.slots, self._layout.block_size)
+        self.path = Path.SHM
+
+    def _open_ucx(self, deadline_s: float) -> Path | None:
+        if not self.state.ucx_metadata:
+            return None
+        self.link.connect(deadline_s)  # the rank makes progress for those who said hello
+        reader = self._door.reader
+        reader.connect(self.peer, bytes.fromhex(self.state.ucx_metadata), deadline_s)
+        self.path = Path.UCX
+        return self.path
+
+    def offset(self, slot: int) -> int:
+        return slot_offset(slot, self.state.slots, self._layout.block_size)
+
+    def close(self) -> None:
+        self.link.close()
+        self.memory = None
+        if self._segment is not None:
+            self._segment.close()
+        if self.path is Path.UCX:
+            with contextlib.suppress(KvtoolError):
+                self._door.reader.disconnect(self.peer)

@@ -1,0 +1,82 @@
+"""Settings of a pool: what `kvtool pool up` takes, and what it hands to the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import SpecRefused
+from kvtool.kv.layout import KVLayout
+from kvtool.pool.embedded import file_slots_in
+from kvtool.pool.memory import SlotMemory
+from kvtool.units import show_size
+
+RANKS_MAX = 1024
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """A pool to start. Sizes in bytes, for each rank; times in seconds.
+
+    `host`: where ranks listen on TCP; anything but loopback is refused for now, since requests there are not encrypted.
+    `reserve_term_s`: how long a writer may take between reserving a slot and committing it.
+    """
+
+    layout: KVLayout
+    ranks: int = 2
+    dram_size: int = 256 * 2**20
+    file_size: int = 2**30
+    file_dir: Path | None = None
+    """None: the run directory."""
+    lease_term_s: float = 10.0
+    reserve_term_s: float = 10.0
+    ucx: bool | None = None
+    """Whether those who cannot map the segment may read by UCX; None: if NIXL is installed."""
+    host: str = "127.0.0.1"
+    name: str = "pool"
+    start_timeout_s: float = 60.0
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= RANKS_MAX:
+            raise SpecRefused(f"pool.ranks: wanted 1 to {RANKS_MAX}, found {self.ranks}")
+        if SlotMemory.slots_in(self.dram_size, self.layout.block_size) < 1:
+            raise SpecRefused(
+                f"pool.dram_size: {show_size(self.dram_size)} has no room for one block of "
+                f"{show_size(self.layout.block_size)} ({self.layout}); raise it"
+            )
+        if self.file_size and not file_slots_in(self.file_size, self.layout.block_size):
+            raise SpecRefused(
+                f"pool.file_size: {show_size(self.file_size)} has no room for one block of "
+                f"{show_size(self.layout.block_size)}; raise it, or switch files off with 0"
+            )
+        for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s"):
+            if getattr(self, setting) <= 0:
+                raise SpecRefused(f"pool.{setting}: wanted more than 0 s, found {getattr(self, setting)}")
+        if self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise SpecRefused(f"pool.host: wanted a loopback address, found {self.host}; others are not supported yet")
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """What every rank is told, in a file of mode 0600: it holds the pool's key."""
+
+    run_dir: str
+    state_file: str
+    file_dir: str
+    prefix: str
+    name: str
+    key: str
+    epoch: int
+    layout: dict[str, Any]
+    dram_size: int
+    file_size: int
+    lease_term_s: float
+    reserve_term_s: float
+    ucx: bool
+    host: str
+    log_level: str = field(default="INFO")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,331 @@
+"""Starting and stopping a pool: mpiexec, the run directory, and what must not be left behind.
+
+    run_dir/            mode 0700
+      rank.json           what the ranks are told (0600: it holds the pool's key)
+      launch.json         mpiexec's pid and start time, and the prefix of every name that the pool makes
+      pool.json           written by the ranks: where they are (0600)
+      pool.log            what ranks and mpiexec said
+      PREFIX-N.sock       control sockets; PREFIX-N under /dev/shm: segments; PREFIX-N.blocks: files
+
+Processes are stopped by pid and start time, so never somebody else's; ranks that lost their mpiexec are found by their
+command line. Whoever was killed -9 leaves names behind, all with the prefix, and `stop_pool` removes them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
+from kvtool.pool.config import PoolConfig, RankConfig
+from kvtool.pool.link import Link
+from kvtool.pool.memory import SlotMemory
+from kvtool.pool.state import FILE, PoolState, read_state, runs, started_at, write_private
+from kvtool.pool.wire import Op, unpack_map
+from kvtool.transfer.room import demand, rooms
+from kvtool.transfer.segment import SHM, unlink_prefix
+
+log = logging.getLogger("kvtool.pool")
+
+LAUNCH, CONFIG, LOG, MPI_TMP = "launch.json", "rank.json", "pool.log", "mpi"
+STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.02
+_HELLO_S = 1.0
+_INHERITED = ("OMPI_", "PMIX_", "PRTE_")
+"""An mpiexec that finds its parent's variables takes itself for one of its ranks, and hangs."""
+
+_children: dict[int, subprocess.Popen[bytes]] = {}  # so that our own are reaped
+
+
+@dataclass
+class PoolHandle:
+    """A pool that was started. Plain data: `stop_pool(run_dir)` works from any process."""
+
+    run_dir: Path
+    state_file: Path
+    pid: int
+    """mpiexec's."""
+    rank_pids: list[int]
+    prefix: str
+
+    def stop(self) -> None:
+        stop_pool(self.run_dir)
+
+
+@dataclass
+class RankStatus:
+    """One rank as seen from outside. `answer`: its own report; None when it did not answer, for the reason in `why`."""
+
+    rank: int
+    identity: str
+    pid: int
+    runs: bool
+    answer: dict[str, Any] | None = None
+    audit: list[dict[str, Any]] = field(default_factory=list)
+    why: str = ""
+
+
+@dataclass
+class PoolStatus:
+    run_dir: Path
+    state: PoolState
+    launcher_runs: bool
+    ranks: list[RankStatus]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank answers."""
+        return all(rank.answer is not None for rank in self.ranks)
+
+
+def start_pool(config: PoolConfig, run_dir: Path) -> PoolHandle:
+    """Start the ranks and wait until each of them answers. On failure nothing is left running.
+
+    Raises:
+        Missing: no mpiexec.
+        Refused: a pool runs there already, no room in /dev/shm, or a run directory that is not ours.
+        PoolUnavailable: not all ranks answered in `config.start_timeout_s`; the sentence has the end of the log.
+    """
+    mpiexec = find_mpiexec()
+    run_dir = run_dir.absolute()
+    _own_directory(run_dir)
+    if _pool_runs(run_dir):
+        raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
+    stop_pool(run_dir)
+    slots = SlotMemory.slots_in(config.dram_size, config.layout.block_size)
+    wanted = config.ranks * SlotMemory.size(slots, config.layout.block_size)
+    demand(f"{config.ranks} ranks", wanted, rooms(SHM), "pool.dram_size or pool.ranks")
+    prefix = f"kvtool-{secrets.token_hex(5)}"
+    _write_rank_config(config, run_dir, prefix)
+    process = _spawn(mpiexec, config, run_dir, prefix)
+    try:
+        return _await_ranks(config, run_dir, prefix, process)
+    except BaseException:
+        stop_pool(run_dir)
+        raise
+
+
+def stop_pool(run_dir: Path, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+    """Stop whatever of a pool runs in `run_dir`, however much of it is dead, and remove what it made.
+
+    Politely first, so that ranks remove their own; after `timeout_s` with SIGKILL. Whether anything was there.
+    """
+    run_dir = run_dir.absolute()
+    launch = _read_launch(run_dir)
+    found = _processes(run_dir)
+    launcher = (launch["pid"], launch["started"]) if launch else None
+    _end(found, timeout_s)
+    if launcher is not None:
+        _end([launcher], timeout_s)
+        child = _children.pop(launcher[0], None)
+        if child is not None:
+            child.wait(timeout_s)
+    if launch:
+        _remove_names(run_dir, launch["prefix"], Path(launch["file_dir"]))
+    for name in (FILE, CONFIG, LAUNCH):
+        (run_dir / name).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
+    return bool(found) or launch is not None
+
+
+def pool_status(run_dir: Path, *, audit: bool = False, budget_s: float = _HELLO_S) -> PoolStatus:
+    """What every rank says of itself, and with `audit` everything that is held there.
+
+    Raises:
+        PoolUnavailable: no pool runs in `run_dir`.
+    """
+    run_dir = run_dir.absolute()
+    state = read_state(run_dir / FILE)
+    launch = _read_launch(run_dir)
+    ranks = []
+    for rank in state.ranks:
+        status = RankStatus(rank.rank, rank.identity, rank.pid, runs(rank.pid, rank.started))
+        link = Link(rank, bytes.fromhex(state.key), state.kv_layout, "status", False, lambda epoch: None)
+        try:
+            status.answer = unpack_map(link.call(Op.STATUS, b"", time.monotonic() + budget_s))
+            if audit:
+                lines = unpack_map(link.call(Op.AUDIT, b"", time.monotonic() + budget_s))
+                status.audit = lines["lines"]
+        except KvtoolError as error:
+            status.why = str(error) if status.runs else f"rank {rank.rank} is dead"
+        finally:
+            link.close()
+        ranks.append(status)
+    return PoolStatus(run_dir, state, bool(launch and runs(launch["pid"], launch["started"])), ranks)
+
+
+def find_mpiexec() -> str:
+    """The mpiexec of this Python's environment, else the one on the PATH.
+
+    Raises:
+        Missing: there is none, or mpi4py is not installed.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None or importlib.util.find_spec("mpi4py") is None:
+        what = "mpiexec" if found is None else "mpi4py"
+        raise Missing(
+            f"a pool of ranks needs Open MPI, and {what} was not found; install it: pip install 'kvtool[mpi]'"
+        )
+    return found
+
+
+def _own_directory(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if run_dir.stat().st_uid != os.geteuid():
+        raise Refused(f"{run_dir} belongs to another user; give a run directory of your own")
+    run_dir.chmod(0o700)
+
+
+def _pool_runs(run_dir: Path) -> bool:
+    launch = _read_launch(run_dir)
+    return bool(launch and runs(launch["pid"], launch["started"])) or bool(_processes(run_dir))
+
+
+def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
+    ucx = config.ucx
+    if ucx is None:
+        ucx = any(importlib.util.find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl"))
+    ranks = RankConfig(
+        run_dir=str(run_dir),
+        state_file=str(run_dir / FILE),
+        file_dir=str(config.file_dir or run_dir),
+        prefix=prefix,
+        name=config.name,
+        key=secrets.token_hex(32),
+        epoch=time.time_ns() // 10**6 << 10,  # later starts have later epochs, whatever died in between
+        layout=asdict(config.layout),
+        dram_size=config.dram_size,
+        file_size=config.file_size,
+        lease_term_s=config.lease_term_s,
+        reserve_term_s=config.reserve_term_s,
+        ucx=ucx,
+        host=config.host,
+        log_level=config.log_level,
+    )
+    write_private(run_dir / CONFIG, json.dumps(ranks.as_dict(), indent=1))
+
+
+def _spawn(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
+    tmp = run_dir / MPI_TMP
+    tmp.mkdir(mode=0o700, exist_ok=True)
+    environment |= {
+        "TMPDIR": str(tmp),
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,tcp",  # its shared-memory transport leaves segments behind when a rank is killed
+        "OMP_NUM_THREADS": "1",
+    }
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpiexec, "--oversubscribe", "--with-ft", "ulfm", "-n", str(config.ranks)]
+    command += [sys.executable, "-m", "kvtool.pool.rank", "--config", str(run_dir / CONFIG)]
+    fd = os.open(run_dir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=fd, stderr=fd, env=environment, start_new_session=True
+        )
+    finally:
+        os.close(fd)
+    _children[process.pid] = process
+    launch = {
+        "pid": process.pid,
+        "started": started_at(process.pid) or 0,
+        "prefix": prefix,
+        "file_dir": str(config.file_dir or run_dir),
+    }
+    write_private(run_dir / LAUNCH, json.dumps(launch))
+    return process
+
+
+def _await_ranks(config: PoolConfig, run_dir: Path, prefix: str, process: subprocess.Popen[bytes]) -> PoolHandle:
+    deadline_s, state = time.monotonic() + config.start_timeout_s, None
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise PoolUnavailable(f"the pool did not start: mpiexec ended with {process.returncode}.\n{_tail(run_dir)}")
+        if state is None and (run_dir / FILE).exists():
+            state = read_state(run_dir / FILE)
+        if state is not None and pool_status(run_dir, budget_s=deadline_s - time.monotonic()).whole:
+            pids = [rank.pid for rank in state.ranks]
+            return PoolHandle(run_dir, run_dir / FILE, process.pid, pids, prefix)
+        time.sleep(_POLL_S)
+    raise PoolUnavailable(
+        f"the pool did not start in {config.start_timeout_s:g} s; {run_dir / LOG} ends with:\n{_tail(run_dir)}"
+    )
+
+
+def _tail(run_dir: Path, lines: int = 12) -> str:
+    try:
+        text = (run_dir / LOG).read_text(errors="replace").splitlines()
+    except OSError:
+        return "(no log)"
+    said = [line for line in text if line.startswith("rank ")]  # a rank's own sentence, not what mpiexec says of it
+    return "\n".join(said or text[-lines:]) or "(the log is empty)"
+
+
+def _read_launch(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        launch: dict[str, Any] = json.loads((run_dir / LAUNCH).read_text())
+    except (OSError, ValueError):
+        return None
+    return launch
+
+
+def _processes(run_dir: Path) -> list[tuple[int, int]]:
+    """(pid, start) of every rank with this run directory's configuration, whoever its parent is by now."""
+    mark = f"kvtool.pool.rank\0--config\0{run_dir / CONFIG}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            started = started_at(int(entry.name))
+            if mark in command and b"mpiexec" not in command and b"prterun" not in command and started is not None:
+                found.append((int(entry.name), started))
+    return found
+
+
+def _end(processes: list[tuple[int, int]], timeout_s: float) -> None:
+    """SIGTERM, and SIGKILL for those that have not ended after `timeout_s`; bounded."""
+    for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, timeout_s)):
+        for pid, started in processes:
+            if runs(pid, started):
+                _signal(pid, number)
+                _signal(pid, signal.SIGCONT)  # a stopped process does not hear SIGTERM
+        until_s = time.monotonic() + wait_s
+        while any(runs(pid, started) for pid, started in processes):
+            if time.monotonic() >= until_s:
+                break
+            for child in _children.values():
+                child.poll()
+            time.sleep(_POLL_S)
+        else:
+            return
+    log.warning("processes outlived SIGKILL pids=%s", [pid for pid, _ in processes])
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _remove_names(run_dir: Path, prefix: str, file_dir: Path) -> None:
+    unlink_prefix(prefix)
+    for directory, pattern in ((run_dir, f"{prefix}-*.sock"), (file_dir, f"{prefix}-*.blocks")):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,363 @@
+"""A client's link to one rank: many threads ask, one socket answers.
+
+Whoever waits for an answer reads the socket, and hands out what is for others (leader and followers): an answer costs
+no thread switch when one thread asks, and no thread of our own sits there when nobody does.
+
+**Circuit breaker.** A rank that let a request time out is asked nothing more: calls fail at once, as a miss, until
+anything at all comes back from it. The unanswered request is the probe: a rank that goes on (SIGCONT) answers it late,
+and the next call finds that answer without a wait and without a background thread. A rank whose socket broke is dialled
+again at most every half second, since it may be a restarted one.
+
+An answer that comes too late is undone: a late lookup's lease is released, a late reservation aborted; nobody has
+begun to write there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtool.errors import ProtocolError, Refused, Unavailable
+from kvtool.kv.layout import KVLayout
+from kvtool.kv.record import Grant
+from kvtool.pool import wire
+from kvtool.pool.loop import short_path
+from kvtool.pool.state import RankState
+from kvtool.pool.wire import Message, Op, Status
+
+RETRY_S = 0.5
+_READ_SIZE = 256 * 1024
+
+
+class RankDown(Unavailable):
+    """The rank's socket is closed, or nobody listens there."""
+
+
+class RankSlow(Unavailable):
+    """No answer in time, now or to the last call."""
+
+
+class Link:
+    """One connection to a rank, made when first used. Thread-safe. Deadlines are points on time.monotonic()."""
+
+    def __init__(
+        self, state: RankState, key: bytes, layout: KVLayout, name: str, ucx: bool, on_epoch: Callable[[int], None]
+    ) -> None:
+        self.state = state
+        self.ucx = ucx
+        self._key, self._layout, self._name, self._on_epoch = key, layout, name, on_epoch
+        self._local = state.host == socket.gethostname() and Path(state.unix).exists()
+        self._sock: socket.socket | None = None
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # of what follows
+        self._arrived = threading.Condition(self._lock)
+        self._sending = threading.Lock()
+        self._dialling = threading.Lock()
+        self._splitter = wire.Splitter()
+        self._replies: dict[int, Message] = {}
+        self._asked: dict[int, tuple[Op, int]] = {}  # requests on the way; the int says how to undo a lookup
+        self._given_up: dict[int, tuple[Op, int]] = {}
+        self._reading = False
+        self._writers = 0  # threads that write into the rank's memory under a reservation of this socket
+        self._doomed: list[socket.socket] = []  # to be closed when they are done
+        self._open_since_s: float | None = None  # circuit breaker
+        self.heard_s = -1e9
+        self._dialled_s = -RETRY_S
+        self._closed = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call is worth a try now: costs no wait."""
+        if self._closed:
+            return False
+        if self._sock is None:
+            return time.monotonic() - self._dialled_s >= RETRY_S
+        if self._open_since_s is not None:
+            self._look()
+        return self._sock is not None and self._open_since_s is None
+
+    @property
+    def connected(self) -> bool:
+        return self._sock is not None
+
+    def start(self, op: Op, body: bytes, deadline_s: float, undo: int = 0) -> int:
+        """Send a request; its number, for `finish`. `undo`: the number of the read that a late answer would lease.
+
+        Raises:
+            RankDown, RankSlow: it cannot be asked now.
+        """
+        sock = self._connected(deadline_s)
+        if self._open_since_s is not None:
+            self._look()
+            if self._open_since_s is not None:
+                raise RankSlow(f"rank {self.state.rank} let a request time out and has not answered since")
+        number = next(self._numbers)
+        with self._lock:
+            self._asked[number] = (op, undo)
+        self._send(sock, wire.frame(op, number, 0, body), deadline_s)
+        return number
+
+    def tell(self, op: Op, body: bytes) -> None:
+        """Send what needs no answer; lost with the connection, as is what it is about."""
+        sock = self._sock
+        if sock is not None:
+            try:
+                self._send(sock, wire.frame(op, 0, 0, body), time.monotonic() + 0.1)
+            except Unavailable:
+                pass
+
+    def finish(self, number: int, deadline_s: float) -> bytes:
+        """The answer to a request.
+
+        Raises:
+            RankDown, RankSlow: none came; a late one will be undone.
+            Refused: the rank's own sentence.
+        """
+        while True:
+            with self._lock:
+                reply = self._replies.pop(number, None)
+                if reply is not None:
+                    break
+                if number not in self._asked:
+                    raise RankDown(f"rank {self.state.rank} closed the connection")
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    self._give_up(number)
+                    raise RankSlow(f"rank {self.state.rank} gave no answer in time")
+                if self._reading:
+                    self._arrived.wait(left_s)
+                    continue
+                self._reading, sock = True, self._sock
+            try:
+                self._read(sock, left_s)
+            finally:
+                with self._lock:
+                    self._reading = False
+                    self._arrived.notify_all()
+        if reply.status is not Status.OK:
+            raise Refused(reply.body.decode(errors="replace"))
+        return reply.body
+
+    def connect(self, deadline_s: float) -> None:
+        """Make the connection now.
+
+        Raises:
+            RankDown, RankSlow: it cannot be made.
+        """
+        self._connected(deadline_s)
+
+    def call(self, op: Op, body: bytes, deadline_s: float) -> bytes:
+        return self.finish(self.start(op, body, deadline_s), deadline_s)
+
+    def begin_writing(self) -> bool:
+        """Before bytes are written under a reservation of this link; False when it is lost already."""
+        with self._lock:
+            if self._sock is None:
+                return False
+            self._writers += 1
+            return True
+
+    def end_writing(self) -> None:
+        """The rank frees what we reserved when the socket closes, so that must not happen while we write."""
+        with self._lock:
+            self._writers -= 1
+            doomed: list[socket.socket] = []
+            if not self._writers:
+                doomed, self._doomed = self._doomed, []
+        for sock in doomed:
+            sock.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._lost(self._sock)
+
+    # Connecting
+
+    def _connected(self, deadline_s: float) -> socket.socket:
+        sock = self._sock
+        if sock is not None:
+            return sock
+        if not self._dialling.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise RankSlow(f"rank {self.state.rank} is being dialled and does not answer")
+        try:
+            if self._sock is not None:
+                return self._sock
+            if self._closed or time.monotonic() - self._dialled_s < RETRY_S:
+                raise RankDown(f"rank {self.state.rank} could not be reached a moment ago")
+            self._dialled_s = time.monotonic()
+            return self._dial(deadline_s)
+        finally:
+            self._dialling.release()
+
+    def _dial(self, deadline_s: float) -> socket.socket:
+        family = socket.AF_UNIX if self._local else socket.AF_INET6 if ":" in self.state.tcp[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.01, deadline_s - time.monotonic()))
+            if self._local:
+                with short_path(Path(self.state.unix)) as path:
+                    sock.connect(path)
+            else:
+                sock.connect(self.state.tcp)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            splitter = wire.Splitter()
+            self._shake_hands(sock, splitter, deadline_s)
+        except TimeoutError:
+            sock.close()
+            raise RankSlow(f"rank {self.state.rank} does not answer the handshake in time") from None
+        except OSError as error:
+            sock.close()
+            raise RankDown(f"rank {self.state.rank} cannot be reached: {error.strerror or error}") from None
+        except BaseException:
+            sock.close()
+            raise
+        sock.setblocking(False)
+        with self._lock:
+            self._sock, self._splitter, self._open_since_s = sock, splitter, None
+            self.heard_s = time.monotonic()
+        return sock
+
+    def _shake_hands(self, sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> None:
+        nonce = wire.unpack_map(_next(sock, splitter, deadline_s).body).get("nonce", b"")
+        hello = {
+            "proof": wire.proof(self._key, nonce),
+            "fingerprint": self._layout.fingerprint,
+            "layout": str(self._layout),
+            "name": f"{self._name} pid {os.getpid()}",
+            "ucx": self.ucx,
+        }
+        sock.sendall(wire.frame(Op.HELLO, 1, 0, wire.pack_map(hello)))
+        answer = _next(sock, splitter, deadline_s)
+        if answer.status is not Status.OK:
+            raise Refused(answer.body.decode(errors="replace"))
+        self._on_epoch(answer.epoch)
+
+    # Sending and receiving
+
+    def _send(self, sock: socket.socket, data: bytes, deadline_s: float) -> None:
+        view = memoryview(data)
+        with self._sending:
+            while view:
+                try:
+                    view = view[sock.send(view) :]
+                except BlockingIOError:
+                    if not _wait(sock, select.POLLOUT, deadline_s - time.monotonic()):
+                        if len(view) < len(data):
+                            self._lost(sock)  # half a frame: the stream is of no use any more
+                        else:
+                            self._open()
+                        raise RankSlow(f"rank {self.state.rank} takes no requests") from None
+                except OSError:
+                    self._lost(sock)
+                    raise RankDown(f"rank {self.state.rank} closed the connection") from None
+
+    def _read(self, sock: socket.socket | None, wait_s: float) -> None:
+        """Take in what there is, after waiting for it for `wait_s` at most. One thread at a time."""
+        if sock is None:
+            return
+        try:
+            try:
+                data = sock.recv(_READ_SIZE)
+            except BlockingIOError:
+                if not _wait(sock, select.POLLIN, wait_s):
+                    return
+                data = sock.recv(_READ_SIZE)
+            messages = self._splitter.feed(data) if data else []
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError, ValueError):
+            self._lost(sock)
+            return
+        if not data:
+            self._lost(sock)
+            return
+        self._take(messages)
+
+    def _take(self, messages: list[Message]) -> None:
+        late = []
+        with self._lock:
+            self._open_since_s, self.heard_s = None, time.monotonic()
+            for message in messages:
+                if self._asked.pop(message.request, None) is not None:
+                    self._replies[message.request] = message
+                elif message.request in self._given_up:
+                    late.append((*self._given_up.pop(message.request), message))
+        for op, undo, message in late:
+            self._undo(op, undo, message)
+        if messages:
+            self._on_epoch(messages[-1].epoch)
+
+    def _undo(self, op: Op, undo: int, message: Message) -> None:
+        if message.status is not Status.OK:
+            return
+        if op is Op.LOOKUP:
+            self.tell(Op.RELEASE, wire.pack_numbers([undo]))
+        elif op is Op.RESERVE:
+            answers, _ = wire.unpack_grants(message.body)
+            aborts = [(a.slot, a.generation) for a in answers if a.grant is Grant.GRANTED]
+            if aborts:
+                self.tell(Op.ABORT, wire.pack_aborts(0.0, aborts))
+
+    def _look(self) -> None:
+        """Take in what came since, without waiting."""
+        with self._lock:
+            if self._reading or self._sock is None:
+                return
+            self._reading, sock = True, self._sock
+        try:
+            self._read(sock, 0.0)
+        finally:
+            with self._lock:
+                self._reading = False
+                self._arrived.notify_all()
+
+    def _give_up(self, number: int) -> None:
+        """Under the lock: a request timed out; its late answer closes the breaker."""
+        self._given_up[number] = self._asked.pop(number)
+        while len(self._given_up) > 1024:
+            del self._given_up[next(iter(self._given_up))]
+        self._open_since_s = time.monotonic()
+
+    def _open(self) -> None:
+        with self._lock:
+            self._open_since_s = time.monotonic()
+
+    def _lost(self, sock: socket.socket | None) -> None:
+        with self._lock:
+            if sock is None or self._sock is not sock:
+                return
+            self._sock = None
+            self._asked.clear()
+            self._given_up.clear()
+            self._open_since_s = None
+            if self._writers:
+                self._doomed.append(sock)
+            else:
+                sock.close()
+            self._arrived.notify_all()
+
+
+def _wait(sock: socket.socket, events: int, wait_s: float) -> bool:
+    if wait_s <= 0:
+        return False
+    poll = select.poll()
+    poll.register(sock, events)
+    return bool(poll.poll(max(1, int(wait_s * 1000))))
+
+
+def _next(sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> Message:
+    """The next message during the handshake, where the peer sends one at a time."""
+    while True:
+        sock.settimeout(max(0.01, deadline_s - time.monotonic()))
+        data = sock.recv(_READ_SIZE)
+        if not data:
+            raise RankDown("the rank closed the connection during the handshake")
+        messages = splitter.feed(data)
+        if messages:
+            return messages[0]

@@ -1,0 +1,227 @@
+"""Puts over all ranks: reserve, write, commit, a batch at a time.
+
+A block is written straight into its slot where the rank's memory is mapped, else into staging and from there by one
+UCX transfer for each rank. While bytes may still be on their way into a slot, the connection under which it was
+reserved stays open, since its end is what tells the rank that nobody writes there any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtool.errors import KvtoolError
+from kvtool.kv.layout import KVLayout
+from kvtool.kv.record import Commit, Grant, Granted, Want
+from kvtool.pool import wire
+from kvtool.pool.access import Access
+from kvtool.pool.base import Outcome, Path, Put, PutResult
+from kvtool.pool.embedded import BATCH, refusal
+from kvtool.pool.ranks import Ranks
+from kvtool.pool.wire import Op
+from kvtool.transfer.checksum import checksum
+
+ANSWER_SHARE = 0.8
+
+
+@dataclass
+class _Part:
+    """One rank's share of a batch. `writing`: its connection is held open until the end of the put."""
+
+    access: Access
+    path: Path
+    positions: list[int] = field(default_factory=list)
+    request: int = 0
+    granted: list[tuple[int, Granted]] = field(default_factory=list)
+    commits: list[tuple[int, int, int]] = field(default_factory=list)
+    writing: bool = True
+
+
+class Putting:
+    """One call of `write`. Positions are those of `blocks`."""
+
+    def __init__(self, ranks: Ranks, layout: KVLayout, blocks: Sequence[Put], deadline_s: float) -> None:
+        self._ranks, self._door, self._layout = ranks, ranks.door, layout
+        self._blocks, self._deadline_s = blocks, deadline_s
+        self._results: list[PutResult | None] = [None] * len(blocks)
+
+    def run(self) -> list[PutResult]:
+        self._door.look_after()
+        for at in range(0, len(self._blocks), BATCH):
+            left = list(range(at, min(at + BATCH, len(self._blocks))))
+            while left:
+                again, progress = self._round(left)
+                if again and not progress and time.monotonic() >= self._deadline_s:
+                    for position in again:
+                        reason = "no slot came free within the budget of this put"
+                        self._results[position] = PutResult(Outcome.REFUSED, reason=reason)
+                    break
+                left = again
+        return [result or PutResult(Outcome.FAILED, reason="no answer") for result in self._results]
+
+    def _round(self, positions: list[int]) -> tuple[list[int], bool]:
+        """One reserve, write, commit for each rank; who must ask again, and whether anything was written."""
+        parts = self._split(positions)
+        again: list[int] = []
+        try:
+            self._reserve(parts)
+            for part in parts:
+                again += self._granted(part)
+            for part in parts:
+                if part.granted:
+                    self._write(part)
+            for part in parts:
+                if part.commits:
+                    self._commit(part)
+        finally:
+            for part in parts:
+                self._abort(part)
+                if part.writing:
+                    part.access.link.end_writing()
+        return again, any(part.commits for part in parts)
+
+    def _fail(self, positions: Sequence[int], reason: str) -> None:
+        for position in positions:
+            if self._results[position] is None:
+                self._results[position] = PutResult(Outcome.FAILED, reason=reason)
+
+    def _split(self, positions: list[int]) -> list[_Part]:
+        parts: dict[int, _Part] = {}
+        unreachable: dict[int, str] = {}
+        owners = self._ranks.owners([self._blocks[position].key for position in positions])
+        for position, access in zip(positions, owners, strict=True):
+            if access is None:
+                self._fail([position], "no rank of the pool is up")
+                continue
+            rank = access.state.rank
+            if rank not in parts and rank not in unreachable:
+                part = self._open(access)
+                if isinstance(part, str):
+                    unreachable[rank] = part
+                    self._ranks.lost()
+                else:
+                    parts[rank] = part
+            if rank in unreachable:
+                self._fail([position], unreachable[rank])
+            else:
+                parts[rank].positions.append(position)
+        return list(parts.values())
+
+    def _open(self, access: Access) -> _Part | str:
+        """A part whose connection is held open, or why there is none."""
+        down = f"rank {access.state.rank} is down or does not answer"
+        try:
+            if not access.link.usable:
+                return down
+            path = access.open(self._deadline_s)
+            access.link.connect(self._deadline_s)
+        except KvtoolError as error:
+            return str(error)
+        if path is None:
+            return f"rank {access.state.rank}: neither shared memory nor UCX reaches it"
+        return _Part(access, path) if access.link.begin_writing() else down
+
+    def _reserve(self, parts: list[_Part]) -> None:
+        wait_s = max(0.0, (self._deadline_s - time.monotonic()) * ANSWER_SHARE)
+        for part in parts:
+            wants = [self._want(position) for position in part.positions]
+            try:
+                body = wire.pack_wants(wait_s, wants)
+                part.request = part.access.link.start(Op.RESERVE, body, self._deadline_s)
+            except KvtoolError as error:
+                self._fail(part.positions, str(error))
+
+    def _want(self, position: int) -> Want:
+        block = self._blocks[position]
+        return Want(block.key, block.size, block.parent, block.transient_s)
+
+    def _granted(self, part: _Part) -> list[int]:
+        """Take in a rank's answers; the positions that must ask again."""
+        if not part.request:
+            return []
+        try:
+            body = part.access.link.finish(part.request, self._deadline_s)
+            answers, why = wire.unpack_grants(body)
+        except KvtoolError as error:
+            self._ranks.lost()
+            self._fail(part.positions, str(error))
+            return []
+        again = []
+        for position, answer in zip(part.positions, answers, strict=True):
+            if answer.grant is Grant.GRANTED:
+                part.granted.append((position, answer))
+            elif answer.grant is Grant.WAIT:
+                again.append(position)
+            else:
+                size = self._blocks[position].size
+                self._results[position] = refusal(answer, size, self._layout.block_size, why)
+        return again
+
+    def _write(self, part: _Part) -> None:
+        if part.path is Path.SHM:
+            memory = part.access.memory
+            assert memory is not None
+            for position, grant in part.granted:
+                block = self._blocks[position]
+                room = memory.slot(grant.slot, block.size)
+                block.fill(room)
+                part.commits.append((grant.slot, grant.generation, checksum(room, block.key)))
+            return
+        step = max(1, self._door.blocks // 4)
+        for at in range(0, len(part.granted), step):
+            if not self._write_ucx(part, part.granted[at : at + step]):
+                break
+
+    def _write_ucx(self, part: _Part, granted: Sequence[tuple[int, Granted]]) -> bool:
+        from kvtool.transfer.ucx import PeerDead
+
+        blocks = [self._blocks[position] for position, _ in granted]
+        try:
+            staged = self._door.reader.staging.take([block.size for block in blocks], self._deadline_s)
+        except KvtoolError as error:
+            self._fail([position for position, _ in granted], str(error))
+            return False
+        with staged:
+            sums = []
+            for block, room in zip(blocks, staged, strict=True):
+                block.fill(room)
+                sums.append(checksum(room, block.key))
+            offsets = [part.access.offset(grant.slot) for _, grant in granted]
+            try:
+                pieces = list(zip(offsets, staged, strict=True))
+                self._door.reader.write(part.access.peer, pieces, self._deadline_s)
+            except KvtoolError as error:
+                self._ranks.lost()
+                self._fail([position for position, _ in part.granted], str(error))
+                if not isinstance(error, PeerDead):  # it may still be written: neither abort nor hang up
+                    done = {slot for slot, _, _ in part.commits}
+                    part.granted = [(p, g) for p, g in part.granted if g.slot in done]
+                    self._door.abandon(part.access.link)
+                    part.writing = False
+                return False
+        part.commits += [(g.slot, g.generation, sum_) for (_, g), sum_ in zip(granted, sums, strict=True)]
+        return True
+
+    def _commit(self, part: _Part) -> None:
+        by_slot = {grant.slot: position for position, grant in part.granted}
+        positions = [by_slot[slot] for slot, _, _ in part.commits]
+        try:
+            body = part.access.link.call(Op.COMMIT, wire.pack_commits(part.commits), self._deadline_s)
+        except KvtoolError as error:
+            self._ranks.lost()
+            self._fail(positions, str(error))
+        else:
+            lapsed = PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
+            stored = PutResult(Outcome.STORED, part.path)
+            for position, commit in zip(positions, wire.unpack_committed(body), strict=True):
+                self._results[position] = stored if commit is Commit.STORED else lapsed
+        committed = {slot for slot, _, _ in part.commits}
+        part.granted = [(position, grant) for position, grant in part.granted if grant.slot not in committed]
+
+    def _abort(self, part: _Part) -> None:
+        """Give back what was reserved and not committed: `fill` raised, or a transfer failed."""
+        aborts = [(grant.slot, grant.generation) for _, grant in part.granted]
+        if aborts:
+            part.access.link.tell(Op.ABORT, wire.pack_aborts(0.0, aborts))
+            self._fail([position for position, _ in part.granted], "the put was broken off")

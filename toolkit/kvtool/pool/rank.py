@@ -1,0 +1,224 @@
+"""One rank of the pool: `python -m kvtool.pool.rank --config FILE`, started under mpiexec.
+
+MPI is used to exchange where everybody is, once, and to hear of deaths; data and requests never travel by it. The rank
+owns one shared-memory segment and one file, serves local clients on a Unix socket and others on TCP, and runs one
+event loop until SIGTERM. Whatever it made it removes, and `kvtool pool down` removes what a killed one could not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mpi4py
+
+from kvtool.errors import KvtoolError
+from kvtool.kv.layout import KVLayout
+from kvtool.kv.store import Store
+from kvtool.pool.config import RankConfig
+from kvtool.pool.embedded import file_slots_in
+from kvtool.pool.loop import Connection, Loop
+from kvtool.pool.membership import Membership, MpiWatch
+from kvtool.pool.memory import SlotMemory
+from kvtool.pool.service import Service
+from kvtool.pool.state import PoolState, RankState, started_at
+from kvtool.pool.tiers import Event, Tiers
+from kvtool.pool.wire import Message
+from kvtool.transfer.segment import Segment
+
+if TYPE_CHECKING:
+    from kvtool.transfer.files import BlockFile
+    from kvtool.transfer.ucx import UcxOwner
+
+log = logging.getLogger("kvtool.pool")
+
+TICK_S = 0.2
+UCX_PROGRESS_S = 0.001
+
+
+class Rank:
+    """All parts of one rank, wired up."""
+
+    def __init__(self, config: RankConfig, communicator: Any) -> None:
+        self.config = config
+        self.rank: int = communicator.Get_rank()
+        self.layout = KVLayout(**config.layout)
+        size = self.layout.block_size
+        slots = SlotMemory.slots_in(config.dram_size, size)
+        file_slots = file_slots_in(config.file_size, size)
+        self.segment = Segment.create(f"{config.prefix}-{self.rank}", SlotMemory.size(slots, size))
+        self.ucx: UcxOwner | None = None
+        self.files: BlockFile | None = None
+        self._file_path = Path(config.file_dir) / f"{config.prefix}-{self.rank}.blocks"
+        self._unix = Path(config.run_dir) / f"{config.prefix}-{self.rank}.sock"
+        try:
+            if file_slots:
+                from kvtool.transfer.files import BlockFile
+
+                self.files = BlockFile(self._file_path, size, file_slots, fresh=True)
+            if config.ucx:
+                from kvtool.transfer.ucx import UcxOwner
+
+                self.ucx = UcxOwner(f"{config.prefix}-{self.rank}", self.segment.view)
+            store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s)
+            memory = SlotMemory(self.segment.view, slots, size)
+            self.tiers = Tiers(store, memory, self.files, self._post)
+            self._serve(communicator)
+        except BaseException:
+            self.clean_up()
+            raise
+
+    def _serve(self, communicator: Any) -> None:
+        key = bytes.fromhex(self.config.key)
+        self.loop = Loop(lambda: self.members.epoch, self._opened, self._message, self._closed, self._pass)
+        self.loop.listen_unix(self._unix)
+        host, port = self.loop.listen_tcp(self.config.host)
+        mine = self._state(host, port)
+        everyone = communicator.allgather(asdict(mine))
+        ranks = [RankState(**{**rank, "tcp": tuple(rank["tcp"])}) for rank in everyone]
+        state = PoolState(
+            self.config.epoch,
+            self.config.key,
+            self.config.prefix,
+            self.config.layout,
+            self.layout.block_size,
+            self.config.lease_term_s,
+            ranks,
+        )
+        self.members = Membership(self.rank, state, Path(self.config.state_file), MpiWatch(communicator))
+        self.service = Service(self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report)
+        self.service.on_peer = self.members.linked
+
+    def _state(self, host: str, port: int) -> RankState:
+        store, metadata = self.tiers.store, self.ucx.metadata() if self.ucx is not None else b""
+        return RankState(
+            rank=self.rank,
+            identity=f"{self.config.name}/{self.rank}",
+            host=socket.gethostname(),
+            unix=str(self._unix),
+            tcp=(host, port),
+            segment=self.segment.name,
+            segment_size=self.segment.size,
+            slots=store.dram.count,
+            file_slots=store.files.count,
+            pid=os.getpid(),
+            started=started_at(os.getpid()) or 0,
+            ucx_name=f"{self.config.prefix}-{self.rank}" if metadata else "",
+            ucx_metadata=metadata.hex(),
+        )
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        self.members.publish()
+        self.loop.post(lambda: self.members.connect(self.loop, bytes.fromhex(self.config.key), self.layout.fingerprint))
+        log.info("rank serves rank=%d slots=%d file_slots=%d pid=%d", self.rank, *self._rooms(), os.getpid())
+        self.loop.run()
+        log.info("rank stops rank=%d", self.rank)
+
+    def _rooms(self) -> tuple[int, int]:
+        return self.tiers.store.dram.count, self.tiers.store.files.count
+
+    def clean_up(self) -> None:
+        """Remove everything that this rank made. Again is a no-op."""
+        if self.files is not None:
+            self.files.close()
+        self._file_path.unlink(missing_ok=True)
+        self._unix.unlink(missing_ok=True)
+        self.segment.unlink()
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.members.leaving = True
+        self.loop.running = False
+        self.loop.post(lambda: None)
+
+    def _post(self, event: Event) -> None:
+        self.loop.post(lambda: self.service.event(event))
+
+    def _opened(self, connection: Connection) -> None:
+        self.service.opened(connection)
+
+    def _message(self, connection: Connection, message: Message) -> None:
+        if not self.members.answered(connection, message):
+            self.service.message(connection, message)
+
+    def _closed(self, connection: Connection) -> None:
+        self.members.closed(connection)
+        self.service.closed(connection)
+
+    def _pass(self, now_s: float) -> float:
+        due_s = self.members.tick(now_s)
+        service_due_s = self.service.tick(now_s)
+        if service_due_s is not None:
+            due_s = min(due_s, service_due_s)
+        sleep_s = min(TICK_S, due_s - now_s)
+        if self.ucx is not None and now_s < self.service.ucx_wanted_until_s:
+            self.ucx.progress()
+            sleep_s = min(sleep_s, UCX_PROGRESS_S)
+        return sleep_s
+
+    def _welcome(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "identity": f"{self.config.name}/{self.rank}",
+            "lease_term_s": self.config.lease_term_s,
+        }
+
+    def _report(self) -> dict[str, Any]:
+        now_s = time.monotonic()
+        return {
+            "rank": self.rank,
+            "epoch": self.members.epoch,
+            "pid": os.getpid(),
+            "clients": sum(c.admitted and c.peer_rank is None for c in self.loop.connections.values()),
+            "dead": [rank.rank for rank in self.members.state.ranks if not rank.alive],
+            "hung": self.members.hung(now_s),
+            "slowest_pass_s": self.loop.slowest_pass_s,
+            "cpu_s": time.process_time(),
+            "ucx": self.ucx is not None,
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvtool.pool.rank", description="One rank of a KV pool.")
+    parser.add_argument("--config", type=Path, required=True, help="rank configuration, as written by kvtool pool up")
+    config = RankConfig(**json.loads(parser.parse_args(arguments).config.read_text()))
+    logging.basicConfig(
+        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(process)d %(message)s"
+    )
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    world.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        rank = Rank(config, world)
+    except KvtoolError as error:
+        print(f"rank {world.Get_rank()}: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    except MPI.Exception as error:
+        print(f"rank {world.Get_rank()}: another rank failed to start ({error})", file=sys.stderr, flush=True)
+        os._exit(1)
+    code = 0
+    try:
+        rank.run()
+    except Exception:
+        log.exception("rank failed rank=%d", rank.rank)
+        code = 1
+    rank.clean_up()
+    logging.shutdown()
+    os._exit(code)  # finalizing MPI would wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    sys.exit(main())

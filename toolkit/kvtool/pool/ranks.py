@@ -1,0 +1,127 @@
+"""The ranks as one client knows them: from the state file, under an epoch, renewed when an answer shows another.
+
+The state file is looked at again when a reply carries another epoch, when a rank cannot be used, and at most four
+times a second. So a restarted pool, at other addresses, is found by the clients of the old one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtool.errors import KvtoolError, PoolUnavailable, Refused
+from kvtool.kv.block import BlockKey
+from kvtool.kv.layout import KVLayout
+from kvtool.kv.placement import Member, Placement
+from kvtool.pool.access import Access, UcxDoor
+from kvtool.pool.link import Link
+from kvtool.pool.state import PoolState, read_state
+
+log = logging.getLogger("kvtool.pool")
+
+LOOK_S = 0.25
+
+
+class Ranks:
+    """Live ranks and who owns which key. Thread-safe."""
+
+    def __init__(self, state_file: Path, layout: KVLayout, path: str, name: str) -> None:
+        """
+        Raises:
+            Refused: the pool that runs there holds another KV layout; both are in the sentence.
+        """
+        self._file, self._layout, self._path, self._name = state_file, layout, path, name
+        self.door = UcxDoor(name, layout)
+        self._lock = threading.Lock()
+        self._accesses: dict[int, Access] = {}
+        self._placement = Placement(0, [])
+        self._stamp: tuple[int, int] | None = None
+        self._looked_s = -LOOK_S
+        self._stale = True
+        try:
+            _check_layout(state_file, read_state(state_file), layout)
+        except PoolUnavailable:
+            pass  # it may start later
+        self.refresh()
+
+    def all(self) -> list[Access]:
+        return list(self._accesses.values())
+
+    @property
+    def epoch(self) -> int:
+        return self._placement.epoch
+
+    def owners(self, keys: Sequence[BlockKey]) -> list[Access | None]:
+        """Of each key the rank that should hold it; None when no rank is live."""
+        self.refresh()
+        with self._lock:
+            placement, accesses = self._placement, self._accesses
+        return [None if rank is None else accesses.get(rank) for rank in placement.owners(keys)]
+
+    def saw_epoch(self, epoch: int) -> None:
+        if epoch != self._placement.epoch:
+            self._stale = True
+
+    def lost(self) -> None:
+        """A rank could not be used: the file may know why."""
+        self._stale = True
+
+    def refresh(self) -> None:
+        """Read the state file again if there is reason to."""
+        now_s = time.monotonic()
+        if not self._stale or now_s - self._looked_s < LOOK_S:
+            return
+        with self._lock:
+            self._looked_s = now_s
+            try:
+                found = self._file.stat()
+                stamp = (found.st_mtime_ns, found.st_ino)
+                if stamp == self._stamp:
+                    self._stale = any(not access.link.usable for access in self._accesses.values())
+                    return
+                state = read_state(self._file)
+                _check_layout(self._file, state, self._layout)
+            except (OSError, KvtoolError) as error:
+                log.debug("no pool state why=%r", str(error))
+                return  # stale still: look again soon
+            self._stamp, self._stale = stamp, False
+            self._adopt(state)
+
+    def _adopt(self, state: PoolState) -> None:
+        """Keep the links to processes that are still in it, open those to new ones, close the rest."""
+        kept: dict[int, Access] = {}
+        for rank in state.ranks:
+            if not rank.alive:
+                continue
+            known = self._accesses.get(rank.rank)
+            if known is not None and (known.state.pid, known.state.started) == (rank.pid, rank.started):
+                kept[rank.rank] = known
+                continue
+            ucx = Access.wants_ucx(rank, self._path)
+            link = Link(rank, bytes.fromhex(state.key), self._layout, self._name, ucx, self.saw_epoch)
+            kept[rank.rank] = Access(rank, link, self._layout, self._path, self.door)
+        gone = [access for rank, access in self._accesses.items() if kept.get(rank) is not access]
+        self._accesses = kept
+        self._placement = Placement(
+            state.epoch, [Member(a.state.rank, a.state.identity, a.state.weight) for a in kept.values()]
+        )
+        for access in gone:
+            access.close()
+        log.info("pool known epoch=%d ranks=%d file=%r", state.epoch, len(kept), str(self._file))
+
+    def close(self) -> None:
+        for access in self.all():
+            access.close()
+        self.door.close()
+
+
+def _check_layout(file: Path, state: PoolState, layout: KVLayout) -> None:
+    if state.kv_layout.fingerprint != layout.fingerprint:
+        raise Refused(
+            f"KV layouts differ: the pool of {file} holds {state.kv_layout} (fingerprint "
+            f"{state.kv_layout.fingerprint}), this client has {layout} (fingerprint {layout.fingerprint}); "
+            "start the pool with the layout of the engine"
+        )

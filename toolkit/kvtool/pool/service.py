@@ -1,0 +1,286 @@
+"""What a rank answers: each message of a client, on the rules and tiers of this rank.
+
+A lookup that waits for promotions, or a put that waits for room, is kept here with its deadline and answered as soon
+as a move ends, or cut short when its time is up. Nothing else waits.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtool.errors import ProtocolError
+from kvtool.kv.record import Grant, Granted, Holding, Reading, Want
+from kvtool.pool import wire
+from kvtool.pool.loop import Connection
+from kvtool.pool.tiers import Event, Tiers
+from kvtool.pool.wire import Cut, Message, Op
+
+log = logging.getLogger("kvtool.pool")
+
+WAIT_MAX_S = 30.0
+UCX_SETTLE_S = 2.0
+"""After a UCX client left, bytes that it sent before may still be in this rank's sockets for so long."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    connection: Connection
+    request: int
+    since_s: float
+    until_s: float
+
+
+@dataclass(eq=False)
+class _WaitingRead(_Waiting):
+    reading: Reading
+
+
+@dataclass(eq=False)
+class _WaitingPut(_Waiting):
+    wants: list[Want]
+
+
+class Service:
+    """`welcome` gives what a client must know of this rank; `report` adds to the answer of STATUS."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        key: bytes,
+        fingerprint: str,
+        layout: str,
+        welcome: Callable[[], dict[str, Any]],
+        report: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.tiers, self.store = tiers, tiers.store
+        self._key, self._fingerprint, self._layout = key, fingerprint, layout
+        self._welcome, self._report = welcome, report
+        self._reads: list[_WaitingRead] = []
+        self._puts: list[_WaitingPut] = []
+        self._names: dict[int, str] = {}
+        self.on_peer: Callable[[Connection], None] = lambda connection: None
+        self.ucx_wanted_until_s = 0.0
+        self._handlers: dict[Op, Callable[[Connection, Message, float], None]] = {
+            Op.LOOKUP: self._lookup,
+            Op.RELEASE: self._release,
+            Op.RESERVE: self._reserve,
+            Op.COMMIT: self._commit,
+            Op.ABORT: self._abort,
+            Op.DROP: self._drop,
+            Op.MATCH: self._match,
+            Op.CORRUPT: self._corrupt,
+            Op.STATUS: self._status,
+            Op.AUDIT: self._audit,
+            Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
+        }
+
+    # Connections
+
+    def opened(self, connection: Connection) -> None:
+        """Greet: the nonce that the peer must prove the key with."""
+        connection.nonce = secrets.token_bytes(16)
+        connection.send(Op.HELLO, 0, wire.pack_map({"nonce": connection.nonce}))
+
+    def message(self, connection: Connection, message: Message) -> None:
+        """
+        Raises:
+            ProtocolError: nonsense; the connection is to be closed.
+        """
+        if not connection.admitted:
+            if message.op is not Op.HELLO:
+                raise ProtocolError(f"the first message must be HELLO, found {message.op.name}")
+            self._hello(connection, message)
+            return
+        handler = self._handlers.get(message.op)
+        if handler is None:
+            raise ProtocolError(f"{message.op.name} is not for an open connection")
+        now_s = time.monotonic()
+        if connection.ucx:
+            transfers = message.op in (Op.LOOKUP, Op.RESERVE)
+            term_s = max(self.store.leases.term_s, self.store.reserve_term_s) if transfers else UCX_SETTLE_S
+            self.ucx_wanted_until_s = now_s + term_s
+        handler(connection, message, now_s)
+
+    def _hello(self, connection: Connection, message: Message) -> None:
+        hello = wire.unpack_map(message.body)
+        given = hello.get("proof", b"")
+        if not isinstance(given, bytes) or not hmac.compare_digest(given, wire.proof(self._key, connection.nonce)):
+            raise ProtocolError("the peer does not know the pool's key; use the state file of the running pool")
+        if hello.get("fingerprint", self._fingerprint) != self._fingerprint:
+            connection.refuse(
+                message.request,
+                Op.HELLO,
+                f"KV layouts differ: this pool holds {self._layout} (fingerprint {self._fingerprint}), "
+                f"{hello.get('name')} has {hello.get('layout')} (fingerprint {hello.get('fingerprint')}); "
+                "start the pool with the layout of the engine",
+            )
+            return
+        connection.admitted = True
+        connection.name = str(hello.get("name", connection.name))[:200]
+        connection.ucx = bool(hello.get("ucx"))
+        self._names[connection.owner] = connection.name
+        if connection.ucx:
+            self.ucx_wanted_until_s = time.monotonic() + UCX_SETTLE_S
+        peer = hello.get("peer")
+        if isinstance(peer, int):
+            connection.peer_rank = peer
+            self.on_peer(connection)
+        connection.send(Op.HELLO, message.request, wire.pack_map(self._welcome()))
+
+    def closed(self, connection: Connection) -> None:
+        """Nothing of a client outlives it, except what it may still be writing."""
+        now_s = time.monotonic()
+        self._reads = [waiting for waiting in self._reads if waiting.connection is not connection]
+        self._puts = [waiting for waiting in self._puts if waiting.connection is not connection]
+        settle_s = UCX_SETTLE_S if connection.ucx else 0.0
+        if connection.ucx:
+            self.ucx_wanted_until_s = now_s + 2 * settle_s
+        self.store.owner_gone(connection.owner, now_s, settle_s)
+        self._moved(now_s)
+        if all(line.owner != connection.owner for line in self.store.audit(now_s)):
+            self._names.pop(connection.owner, None)
+
+    # Time and moves
+
+    def event(self, event: Event) -> None:
+        """A move between the tiers ended."""
+        now_s = time.monotonic()
+        event(now_s)
+        self._moved(now_s)
+
+    def tick(self, now_s: float) -> float | None:
+        """End what is due; when to come again."""
+        due_s = self.store.next_due_s()
+        if due_s is not None and due_s <= now_s:
+            self.store.tick(now_s)
+            self._moved(now_s)
+        if any(waiting.until_s <= now_s for waiting in self._waiting()):
+            self._moved(now_s)
+        deadlines = [waiting.until_s for waiting in self._waiting()]
+        due_s = self.store.next_due_s()
+        return min([*deadlines, *([] if due_s is None else [due_s])], default=None)
+
+    def _waiting(self) -> list[_Waiting]:
+        return [*self._reads, *self._puts]
+
+    def _moved(self, now_s: float) -> None:
+        """Something changed: carry out what the rules want, and answer who waited for it."""
+        self.tiers.carry_out()
+        for read in list(self._reads):
+            if read.connection.closed:
+                continue
+            self.store.advance(read.reading, now_s)
+            self.tiers.carry_out()
+            if read.reading.done or now_s >= read.until_s:
+                self._reads = [waiting for waiting in self._reads if waiting is not read]
+                self._answer_read(read.connection, read.request, read.reading)
+        for put in list(self._puts):
+            if put.connection.closed:
+                continue
+            answers = self.store.reserve(put.connection.owner, put.wants, now_s)
+            self.tiers.carry_out()
+            if now_s >= put.until_s or any(answer.grant is not Grant.WAIT for answer in answers):
+                self._puts = [waiting for waiting in self._puts if waiting is not put]
+                self._answer_put(put.connection, put.request, answers)
+
+    # Messages
+
+    def _lookup(self, connection: Connection, message: Message, now_s: float) -> None:
+        number, wait_s, keys = wire.unpack_lookup(message.body)
+        wait_s = min(wait_s, WAIT_MAX_S)
+        if self.store.leases.has((connection.owner, number)):
+            raise ProtocolError(f"read {number} is under way already; every read needs a new number")
+        reading = self.store.begin_read((connection.owner, number), keys, now_s, wait_s)
+        self.tiers.carry_out()
+        if reading.done:
+            self._answer_read(connection, message.request, reading)
+        else:
+            self._reads.append(_WaitingRead(connection, message.request, now_s, now_s + wait_s, reading))
+
+    def _answer_read(self, connection: Connection, request: int, reading: Reading) -> None:
+        late = not reading.done
+        hits = self.store.finish_read(reading)
+        cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
+        connection.send(Op.LOOKUP, request, wire.pack_found(self.store.leases.term_s, cut, hits))
+
+    def _release(self, connection: Connection, message: Message, now_s: float) -> None:
+        for number in wire.unpack_numbers(message.body):
+            self.store.release((connection.owner, number), now_s)
+        self._moved(now_s)
+
+    def _reserve(self, connection: Connection, message: Message, now_s: float) -> None:
+        wait_s, wants = wire.unpack_wants(message.body)
+        answers = self.store.reserve(connection.owner, wants, now_s)
+        self.tiers.carry_out()
+        if wait_s > 0 and answers and all(answer.grant is Grant.WAIT for answer in answers):
+            until_s = now_s + min(wait_s, WAIT_MAX_S)
+            self._puts.append(_WaitingPut(connection, message.request, now_s, until_s, wants))
+        else:
+            self._answer_put(connection, message.request, answers)
+
+    def _answer_put(self, connection: Connection, request: int, answers: list[Granted]) -> None:
+        why = self.store.why_full() if any(answer.grant is Grant.FULL for answer in answers) else ""
+        connection.send(Op.RESERVE, request, wire.pack_grants(answers, why))
+
+    def _commit(self, connection: Connection, message: Message, now_s: float) -> None:
+        commits = wire.unpack_commits(message.body)
+        slots = self.store.dram.count
+        if any(slot >= slots for slot, _, _ in commits):
+            raise ProtocolError(f"commit of a slot that does not exist; this rank has {slots}")
+        done = [self.store.commit(connection.owner, *commit, now_s) for commit in commits]
+        self.tiers.carry_out()
+        connection.send(Op.COMMIT, message.request, bytes(done))
+        self._moved(now_s)
+
+    def _abort(self, connection: Connection, message: Message, now_s: float) -> None:
+        settle_s, aborts = wire.unpack_aborts(message.body)
+        for slot, generation in aborts:
+            self.store.abort(connection.owner, slot, generation, now_s, max(0.0, settle_s))
+        self._moved(now_s)
+
+    def _drop(self, connection: Connection, message: Message, now_s: float) -> None:
+        count = self.store.drop(wire.split_keys(message.body), now_s)
+        self._moved(now_s)
+        connection.send(Op.DROP, message.request, wire.pack_count(count))
+
+    def _match(self, connection: Connection, message: Message, now_s: float) -> None:
+        connection.send(Op.MATCH, message.request, wire.pack_count(self.store.match(wire.split_keys(message.body))))
+
+    def _corrupt(self, connection: Connection, message: Message, now_s: float) -> None:
+        key, slot, generation = wire.unpack_corrupt(message.body)
+        if slot < self.store.dram.count and self.store.corrupt(key, slot, generation, now_s):
+            log.warning("corrupt block quarantined key=%s slot=%d reader=%r", key.hex()[:16], slot, connection.name)
+        self._moved(now_s)
+
+    def _status(self, connection: Connection, message: Message, now_s: float) -> None:
+        store = self.store
+        status = {
+            "slots": store.dram.count,
+            "slots_used": store.dram.used,
+            "file_slots": store.files.count,
+            "file_slots_used": store.files.used,
+            "slot_size": store.slot_size,
+            "leases": len(store.leases),
+            "waiting_reads": len(self._reads),
+            "waiting_puts": len(self._puts),
+            "counts": asdict(store.counts),
+            "bytes_moved": dict(self.tiers.bytes_moved),
+            **self._report(),
+        }
+        connection.send(Op.STATUS, message.request, wire.pack_map(status))
+
+    def _audit(self, connection: Connection, message: Message, now_s: float) -> None:
+        lines = [{**asdict(line), "name": self._names.get(line.owner, "")} for line in self.store.audit(now_s)]
+        for kind, waiting in (("waiting read", list[_Waiting](self._reads)), ("waiting put", list(self._puts))):
+            if waiting:
+                first = min(waiting, key=lambda item: item.since_s)
+                owner = first.connection.owner
+                held = Holding(kind, len(waiting), owner, now_s - first.since_s, first.until_s - now_s)
+                lines.append({**asdict(held), "name": first.connection.name})
+        connection.send(Op.AUDIT, message.request, wire.pack_map({"lines": lines}))

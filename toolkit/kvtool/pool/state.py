@@ -1,0 +1,109 @@
+"""The state file: where a pool's ranks are, and what it takes to talk to them. And how a process is told apart.
+
+`run_dir/pool.json`, mode 0600, since it holds the pool's key. Always replaced whole, so a reader sees one state or
+the next. Processes are named by pid and start time: a pid alone may be somebody else's by now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import PoolUnavailable, ProtocolError
+from kvtool.kv.layout import KVLayout
+
+FILE = "pool.json"
+SCHEMA = 1
+
+
+@dataclass
+class RankState:
+    """One rank as the pool announces it. `unix` is local to `host`; `tcp` is host and port."""
+
+    rank: int
+    identity: str
+    host: str
+    unix: str
+    tcp: tuple[str, int]
+    segment: str
+    segment_size: int
+    slots: int
+    file_slots: int
+    pid: int
+    started: int
+    """Start time of the process in clock ticks since boot, from /proc."""
+    ucx_name: str = ""
+    ucx_metadata: str = ""
+    """Hex; empty when the rank has no UCX."""
+    alive: bool = True
+    weight: float = 1.0
+
+
+@dataclass
+class PoolState:
+    """`epoch` grows with every change of who is alive, and from one start of a pool to the next."""
+
+    epoch: int
+    key: str
+    prefix: str
+    layout: dict[str, Any]
+    slot_size: int
+    lease_term_s: float
+    ranks: list[RankState] = field(default_factory=list)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(**self.layout)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace `path` whole, mode 0600."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def write_state(path: Path, state: PoolState) -> None:
+    write_private(path, json.dumps({"schema": SCHEMA, **asdict(state)}, indent=1))
+
+
+def read_state(path: Path) -> PoolState:
+    """The pool that `path` describes.
+
+    Raises:
+        PoolUnavailable: no such file: no pool runs there (any more).
+        ProtocolError: a file of another kvtool, or not a state file.
+    """
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise PoolUnavailable(f"{path}: no pool runs there; start one with: kvtool pool up") from None
+    except (ValueError, OSError) as error:
+        raise ProtocolError(f"{path}: cannot be read as a pool's state ({error})") from None
+    found = raw.pop("schema", None) if isinstance(raw, dict) else None
+    if found != SCHEMA:
+        raise ProtocolError(f"{path}: state schema {found!r}, this kvtool reads {SCHEMA}; restart the pool with it")
+    try:
+        ranks = [RankState(**{**rank, "tcp": (rank["tcp"][0], rank["tcp"][1])}) for rank in raw.pop("ranks")]
+        return PoolState(ranks=ranks, **raw)
+    except (TypeError, KeyError, IndexError) as error:
+        raise ProtocolError(f"{path}: not a pool's state ({error}); restart the pool") from None
+
+
+def started_at(pid: int) -> int | None:
+    """When process `pid` started, in clock ticks since boot; None when there is no such process, or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def runs(pid: int, started: int) -> bool:
+    """Whether the process that was `pid` when it started at `started` still runs."""
+    return started_at(pid) == started

@@ -1,0 +1,287 @@
+"""What a rank and its clients say to each other: one frame a message, one message for a whole batch.
+
+    frame = length u32, op u8, status u8, version u16, request u64, epoch u64; then `length` bytes; little-endian
+
+A reply carries the request's number and the pool's epoch, so that every answer tells a client whether its list of
+ranks is out of date. Request 0 wants no reply. Frames are bounded on both sides; counts are checked against the bytes
+that are there before anything is believed. Keys are 32 bytes, records fixed in size: a batch of 64 blocks is packed
+and unpacked by a few calls, without a round trip for each block.
+
+The first frame comes from the server: its version and a nonce. The client answers with `HELLO`: who it is, its
+layout's fingerprint, and a proof that it knows the pool's key (HMAC over the nonce; the key itself never travels).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from kvtool.errors import ProtocolError
+from kvtool.kv.block import KEY_SIZE, BlockKey
+from kvtool.kv.record import Commit, Grant, Granted, Hit, Want
+
+VERSION = 1
+FRAME_MAX = 4 * 2**20
+BATCH_MAX = 16384
+"""Keys or records in one message."""
+HEAD = struct.Struct("<IBBHQQ")
+
+
+class Op(IntEnum):
+    HELLO = 1
+    LOOKUP = 2
+    RELEASE = 3
+    RESERVE = 4
+    COMMIT = 5
+    ABORT = 6
+    DROP = 7
+    MATCH = 8
+    CORRUPT = 9
+    STATUS = 10
+    AUDIT = 11
+    PING = 12
+
+
+class Status(IntEnum):
+    OK = 0
+    REFUSED = 1
+    """The body is a sentence."""
+
+
+_LOOKUP = struct.Struct("<QII")
+_FOUND = struct.Struct("<dII")
+_HIT = struct.Struct("<IIQQI")
+_COUNT = struct.Struct("<I")
+_WAIT_COUNT = struct.Struct("<II")
+_WANT = struct.Struct("<32s32sIf")
+_GRANT = struct.Struct("<BIQ")
+_COMMIT = struct.Struct("<IQQ")
+_ABORT = struct.Struct("<IQ")
+_NUMBER = struct.Struct("<Q")
+_SETTLED = struct.Struct("<d")
+_CORRUPT = struct.Struct("<32sIQ")
+_NO_KEY = bytes(KEY_SIZE)
+
+Body = bytes | memoryview
+
+
+def frame(op: Op, request: int, epoch: int, body: bytes = b"", status: Status = Status.OK) -> bytes:
+    if len(body) > FRAME_MAX:
+        raise ProtocolError(
+            f"a {op.name} message of {len(body)} bytes is over the limit of {FRAME_MAX}; send less at once"
+        )
+    return HEAD.pack(len(body), op, status, VERSION, request, epoch) + body
+
+
+@dataclass(frozen=True)
+class Message:
+    op: Op
+    status: Status
+    request: int
+    epoch: int
+    body: bytes
+
+
+class Splitter:
+    """Frames out of a byte stream, however it was cut.
+
+    Raises:
+        ProtocolError: from `feed`; another version, an unknown op or a frame over the limit. Close the connection.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        buffer = self._rest + data if self._rest else data
+        at, messages = 0, []
+        while len(buffer) - at >= HEAD.size:
+            length, op, status, version, request, epoch = HEAD.unpack_from(buffer, at)
+            if version != VERSION:
+                raise ProtocolError(f"the peer speaks version {version} of the pool's protocol, this side {VERSION}")
+            if length > FRAME_MAX:
+                raise ProtocolError(f"the peer announced a message of {length} bytes, the limit is {FRAME_MAX}")
+            end = at + HEAD.size + length
+            if end > len(buffer):
+                break
+            try:
+                messages.append(Message(Op(op), Status(status), request, epoch, buffer[at + HEAD.size : end]))
+            except ValueError:
+                raise ProtocolError(f"the peer sent op {op} with status {status}, which do not exist") from None
+            at = end
+        self._rest = buffer[at:]
+        return messages
+
+
+def proof(key: bytes, nonce: bytes) -> bytes:
+    """What only somebody who knows the pool's key can answer to `nonce`."""
+    return hmac.new(key, b"kvtool pool 1\0" + nonce, hashlib.sha256).digest()
+
+
+def pack_map(value: dict[str, Any]) -> bytes:
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def unpack_map(body: Body) -> dict[str, Any]:
+    try:
+        value = msgpack.unpackb(body)
+    except Exception as error:
+        raise ProtocolError(f"wanted a map in msgpack, found something else ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise ProtocolError(f"wanted a map in msgpack, found {type(value).__name__}")
+    return value
+
+
+def _records(what: str, record: struct.Struct, count: int, body: Body, at: int) -> memoryview:
+    if count > BATCH_MAX or len(body) - at < count * record.size:
+        raise ProtocolError(f"{what}: {count} records of {record.size} bytes announced, {len(body) - at} bytes sent")
+    return memoryview(body)[at : at + count * record.size]
+
+
+def _head(what: str, head: struct.Struct, body: Body) -> tuple[Any, ...]:
+    if len(body) < head.size:
+        raise ProtocolError(f"{what}: wanted at least {head.size} bytes, found {len(body)}")
+    return head.unpack_from(body)
+
+
+def split_keys(body: Body, at: int = 0) -> list[BlockKey]:
+    size = len(body) - at
+    if size % KEY_SIZE or size > BATCH_MAX * KEY_SIZE:
+        raise ProtocolError(f"wanted up to {BATCH_MAX} keys of {KEY_SIZE} bytes, found {size} bytes")
+    raw = bytes(body)
+    return [raw[i : i + KEY_SIZE] for i in range(at, len(raw), KEY_SIZE)]
+
+
+def pack_count(count: int) -> bytes:
+    return _COUNT.pack(count)
+
+
+def unpack_count(body: Body) -> int:
+    return int(_head("count", _COUNT, body)[0])
+
+
+# Lookup: (number of the read, milliseconds it may wait, keys) -> (lease term, why it was cut, hits)
+
+
+def pack_lookup(number: int, wait_s: float, keys: Sequence[BlockKey]) -> bytes:
+    return _LOOKUP.pack(number, int(wait_s * 1000), len(keys)) + b"".join(keys)
+
+
+def unpack_lookup(body: Body) -> tuple[int, float, list[BlockKey]]:
+    number, wait_ms, count = _head("lookup", _LOOKUP, body)
+    keys = split_keys(body, _LOOKUP.size)
+    if len(keys) != count:
+        raise ProtocolError(f"lookup: {count} keys announced, {len(keys)} sent")
+    return number, wait_ms / 1000, keys
+
+
+class Cut(IntEnum):
+    """Why a run ended before its last key."""
+
+    ABSENT = 0
+    LATE = 1
+    FULL = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    term_s: float
+    cut: Cut
+    hits: list[tuple[int, int, int, int, int]]
+    """(slot, length, generation, checksum, 1 if it came from a file), in the order of the keys."""
+
+
+def pack_found(term_s: float, cut: Cut, hits: Iterable[Hit]) -> bytes:
+    records = [_HIT.pack(h.slot, h.length, h.generation, h.checksum, h.filed) for h in hits]
+    return _FOUND.pack(term_s, cut, len(records)) + b"".join(records)
+
+
+def unpack_found(body: Body) -> Found:
+    term_s, cut, count = _head("found", _FOUND, body)
+    return Found(term_s, Cut(cut), list(_HIT.iter_unpack(_records("found", _HIT, count, body, _FOUND.size))))
+
+
+# Reserve: (milliseconds it may wait, wants) -> (answers, the reason when something was full)
+
+
+def pack_wants(wait_s: float, wants: Sequence[Want]) -> bytes:
+    records = [
+        _WANT.pack(w.key, w.parent or _NO_KEY, w.size, -1.0 if w.transient_s is None else w.transient_s) for w in wants
+    ]
+    return _WAIT_COUNT.pack(int(wait_s * 1000), len(records)) + b"".join(records)
+
+
+def unpack_wants(body: Body) -> tuple[float, list[Want]]:
+    wait_ms, count = _head("reserve", _WAIT_COUNT, body)
+    records = _records("reserve", _WANT, count, body, _WAIT_COUNT.size)
+    return wait_ms / 1000, [
+        Want(key, size, None if parent == _NO_KEY else parent, None if transient_s < 0 else transient_s)
+        for key, parent, size, transient_s in _WANT.iter_unpack(records)
+    ]
+
+
+def pack_grants(answers: Sequence[Granted], why: str) -> bytes:
+    records = [_GRANT.pack(a.grant, max(a.slot, 0), a.generation) for a in answers]
+    return _COUNT.pack(len(records)) + b"".join(records) + why.encode()
+
+
+def unpack_grants(body: Body) -> tuple[list[Granted], str]:
+    (count,) = _head("grants", _COUNT, body)
+    records = _records("grants", _GRANT, count, body, _COUNT.size)
+    answers = [Granted(Grant(grant), slot, generation) for grant, slot, generation in _GRANT.iter_unpack(records)]
+    return answers, bytes(body[_COUNT.size + len(records) :]).decode(errors="replace")
+
+
+# Commit: (slot, generation, checksum) each -> one byte each. Abort: (seconds until settled, (slot, generation) each)
+
+
+def pack_commits(commits: Sequence[tuple[int, int, int]]) -> bytes:
+    return _COUNT.pack(len(commits)) + b"".join(_COMMIT.pack(*commit) for commit in commits)
+
+
+def unpack_commits(body: Body) -> list[tuple[int, int, int]]:
+    (count,) = _head("commit", _COUNT, body)
+    return list(_COMMIT.iter_unpack(_records("commit", _COMMIT, count, body, _COUNT.size)))
+
+
+def unpack_committed(body: Body) -> list[Commit]:
+    return [Commit(value) for value in bytes(body)]
+
+
+def pack_aborts(settle_s: float, aborts: Sequence[tuple[int, int]]) -> bytes:
+    return _SETTLED.pack(settle_s) + b"".join(_ABORT.pack(*abort) for abort in aborts)
+
+
+def unpack_aborts(body: Body) -> tuple[float, list[tuple[int, int]]]:
+    (settle_s,) = _head("abort", _SETTLED, body)
+    count, rest = divmod(len(body) - _SETTLED.size, _ABORT.size)
+    if rest:
+        raise ProtocolError(f"abort: wanted records of {_ABORT.size} bytes, found {len(body) - _SETTLED.size}")
+    return settle_s, list(_ABORT.iter_unpack(_records("abort", _ABORT, count, body, _SETTLED.size)))
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    return b"".join(_NUMBER.pack(number) for number in numbers)
+
+
+def unpack_numbers(body: Body) -> list[int]:
+    if len(body) % _NUMBER.size:
+        raise ProtocolError(f"release: wanted numbers of {_NUMBER.size} bytes, found {len(body)} bytes")
+    return [number for (number,) in _NUMBER.iter_unpack(body)]
+
+
+def pack_corrupt(key: BlockKey, slot: int, generation: int) -> bytes:
+    return _CORRUPT.pack(key, slot, generation)
+
+
+def unpack_corrupt(body: Body) -> tuple[BlockKey, int, int]:
+    key, slot, generation = _head("corrupt", _CORRUPT, body)
+    return key, slot, generation
