@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,14 @@ def submit(worker, request):
     return done
 
 
+def looked(worker):
+    """Wait until the pool was asked for every request that was submitted."""
+    until_s = time.monotonic() + WAIT_S
+    while any(held.what == "pull" for held in worker.audit()):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize(
     ("count", "blocks", "tail"),
     [(1, 0, 0), (2, 0, 2), (7, 0, 7), (8, 1, 0), (9, 1, 0), (10, 1, 2), (64, 8, 0), (79, 9, 7)],
@@ -118,6 +127,7 @@ def test_a_long_prompt_does_not_hold_up_a_short_one(worker_of):
     long = submit(worker, Request("long", prompt(1, 320), 1))
     assert engine.computing.wait(WAIT_S)
     short = submit(worker, Request("short", prompt(2, 20), 1))
+    looked(worker)
     engine.permits.release(30)
     long.wait(), short.wait()
     assert [length for length, _, _ in engine.chunks].index(20) <= 3
@@ -138,6 +148,7 @@ def test_whoever_waited_long_gets_a_turn_before_a_higher_priority(worker_of):
     assert engine.computing.wait(WAIT_S)
     low = submit(worker, Request("low", prompt(2, 200), 1, priority=0))
     high = submit(worker, Request("high", prompt(3, 201), 1, priority=100))
+    looked(worker)
     engine.permits.release(50)
     for done in (first, low, high):
         done.wait()
