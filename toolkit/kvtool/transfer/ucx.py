@@ -36,7 +36,7 @@ from kvtool.transfer.checksum import as_bytes
 from kvtool.transfer.staging import Staged, Staging
 
 _SPIN_S = 100e-6
-_WAIT_S = (20e-6, 500e-6)  # first and longest wait between polls
+_WAIT_S = (20e-6, 200e-6)  # first and longest wait between polls
 _HELLO_SIZE = 8
 
 
@@ -380,7 +380,7 @@ _kept_mapped: list[UcxReader] = []
 
 
 def _poll(state: Callable[[], str], deadline_s: float) -> str:
-    """Poll until the transfer is over or `deadline_s`: spin briefly, then wait ever longer up to half a millisecond."""
+    """Poll until the transfer is over or `deadline_s`: spin briefly, then wait ever longer."""
     spin_until_s, wait_s = time.monotonic() + _SPIN_S, _WAIT_S[0]
     while (found := state()) == "PROC":
         now_s = time.monotonic()
