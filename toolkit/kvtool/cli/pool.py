@@ -1,0 +1,163 @@
+"""`kvtool pool`: a KV pool of its own: start it, look at it, ask what is held there, stop it.
+
+A deployment starts its own pool; this is for a pool that several deployments or batch jobs share, and for looking into
+any pool by its run directory. `status` and `audit` exit 1 when a rank does not answer, or something is overdue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtool.cli import console
+from kvtool.config.spec import default_run_dir
+from kvtool.engine.manifest import read_manifest
+from kvtool.errors import SpecRefused
+from kvtool.kv.layout import KVLayout
+from kvtool.pool.config import PoolConfig
+from kvtool.pool.launch import PoolStatus, RankStatus, pool_status, start_pool, stop_pool
+from kvtool.units import parse_seconds, parse_size, show_size
+
+app = typer.Typer(no_args_is_help=True)
+
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the pool.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+_LAYOUT_HELP = "Layout of a block, such as layers=30,kv_heads=3,head_dim=64,block_tokens=32,dtype=bfloat16."
+
+
+@app.command()
+def up(
+    engine: Annotated[
+        Path | None, typer.Option("--engine", help="Engine directory whose blocks it holds.", show_default=False)
+    ] = None,
+    layout: Annotated[str | None, typer.Option("--layout", help=_LAYOUT_HELP, show_default=False)] = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="How many ranks.")] = 2,
+    dram_size: Annotated[str, typer.Option("--dram-size", help="Memory of each rank.")] = "256MiB",
+    file_size: Annotated[str, typer.Option("--file-size", help="Block file of each rank; 0 for none.")] = "1GiB",
+    file_dir: Annotated[
+        Path | None, typer.Option("--file-dir", help="Where block files are; else the run directory.")
+    ] = None,
+    lease_term: Annotated[str, typer.Option("--lease-term", help="How long a read may take.")] = "10s",
+    run_dir: RunDir = None,
+) -> None:
+    """Start a pool; returns when every rank answers."""
+    folder = _folder(run_dir)
+    config = PoolConfig(
+        layout=_layout(engine, layout),
+        ranks=ranks,
+        dram_size=_parsed("--dram-size", dram_size, parse_size),
+        file_size=_parsed("--file-size", file_size, parse_size),
+        file_dir=file_dir.absolute() if file_dir else None,
+        lease_term_s=_parsed("--lease-term", lease_term, parse_seconds),
+    )
+    console.step(f"starting {ranks} ranks in {folder}, blocks of {config.layout}")
+    handle = start_pool(config, folder)
+    console.done(f"{ranks} ranks answer; clients find them by {handle.state_file}")
+
+
+@app.command()
+def down(run_dir: RunDir = None) -> None:
+    """Stop a pool and remove what it left behind. Nothing to stop is fine."""
+    folder = _folder(run_dir)
+    found = stop_pool(folder)
+    console.done(f"no rank runs any more in {folder}" if found else f"no pool runs in {folder}")
+
+
+@app.command()
+def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Every rank, its room and what happened there. Exits 1 unless all ranks answer."""
+    found = pool_status(_folder(run_dir))
+    if as_json:
+        console.print_json(_plain(found))
+    else:
+        title = f"pool in {found.run_dir}, epoch {found.state.epoch}, blocks of {found.state.kv_layout}"
+        columns = ["rank", "pid", "state", "DRAM", "files", "leases", "blocks since the start"]
+        rows = [_row(rank) for rank in found.ranks]
+        console.out().print(console.table(title, columns, rows, right=range(3, 6)))
+        for rank in found.ranks:
+            if rank.why:
+                console.warn(rank.why)
+    if not found.whole:
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Everything that anybody holds: how many of each kind, and the oldest. Exits 1 when one is overdue."""
+    found = pool_status(_folder(run_dir), audit=True)
+    lines = [(rank.rank, line) for rank in found.ranks for line in rank.audit]
+    if as_json:
+        console.print_json(_plain(found))
+    elif lines:
+        columns = ["rank", "what", "how many", "oldest held by", "for", "ends in"]
+        rows = [_audit_row(rank, line) for rank, line in lines]
+        console.out().print(console.table(f"held in the pool of {found.run_dir}", columns, rows, right=[2, 4, 5]))
+    else:
+        console.done("nothing is held")
+    overdue = any(_overdue(line) for _, line in lines)
+    if overdue or not found.whole:
+        raise typer.Exit(1)
+
+
+def _folder(run_dir: Path | None) -> Path:
+    return run_dir.absolute() if run_dir is not None else default_run_dir("pool")
+
+
+def _layout(engine: Path | None, text: str | None) -> KVLayout:
+    if (engine is None) == (text is None):
+        raise SpecRefused("a pool holds blocks of one layout: give either --engine DIRECTORY or --layout FIELDS")
+    if engine is not None:
+        return read_manifest(engine).layout
+    fields: dict[str, Any] = {}
+    for field in (text or "").split(","):
+        name, equals, value = field.partition("=")
+        if not equals:
+            raise SpecRefused(f"--layout {text}: wanted name=value, found {field!r}; {_LAYOUT_HELP}")
+        fields[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    try:
+        return KVLayout(**fields)
+    except (TypeError, ValueError) as error:
+        raise SpecRefused(f"--layout {text}: {error}; {_LAYOUT_HELP}") from None
+
+
+def _parsed(flag: str, text: str, parse: Any) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise SpecRefused(f"{flag} {text}: {error}") from None
+
+
+def _row(rank: RankStatus) -> list[str]:
+    if rank.answer is None:
+        return [str(rank.rank), str(rank.pid), "does not answer" if rank.runs else "dead", *["-"] * 4]
+    answer, counts = rank.answer, rank.answer["counts"]
+    size = answer["slot_size"]
+    room = [
+        f"{show_size(answer[used] * size)} of {show_size(answer[total] * size)}"
+        for used, total in (("slots_used", "slots"), ("file_slots_used", "file_slots"))
+    ]
+    happened = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+    return [str(rank.rank), str(rank.pid), "serves", *room, str(answer["leases"]), happened or "none"]
+
+
+def _audit_row(rank: int, line: dict[str, Any]) -> list[str]:
+    ends = "by an event" if line["deadline_s"] is None else f"{line['deadline_s']:.1f} s"
+    owner = line["name"] or f"client {line['owner']}"
+    return [str(rank), line["kind"], str(line["count"]), owner, f"{line['age_s']:.1f} s", ends]
+
+
+def _overdue(line: dict[str, Any]) -> bool:
+    return line["kind"] == "lost slot" or (line["deadline_s"] is not None and line["deadline_s"] < -1.0)
+
+
+def _plain(found: PoolStatus) -> dict[str, Any]:
+    return {
+        "run_dir": str(found.run_dir),
+        "epoch": found.state.epoch,
+        "layout": found.state.layout,
+        "launcher_runs": found.launcher_runs,
+        "ranks": [asdict(rank) for rank in found.ranks],
+    }
