@@ -164,15 +164,16 @@ class FrontSink:
 class PrefillReply:
     """Where a prefill answer goes; callable as the worker's `done`."""
 
-    def __init__(self, sender: Any, outbox: Outbox) -> None:
-        self._sender, self._outbox = sender, outbox
+    def __init__(self, sender: Any, outbox: Outbox, tokens: tuple[int, ...]) -> None:
+        self._sender, self._outbox, self._tokens = sender, outbox, tokens
 
     def __call__(self, done: PrefillDone) -> None:
         handoff = done.handoff.to_json() if done.handoff is not None else None
         self.say(wire.handoff_json(handoff, done.usage, done.error))
 
     def say(self, answer: str) -> None:
-        self._outbox.put(lambda: respond(self._sender, [tensor_text("HANDOFF", answer)], final=True))
+        tensors = [tensor_text("HANDOFF", answer), tensor_ids("PROMPT_IDS", self._tokens)]
+        self._outbox.put(lambda: respond(self._sender, tensors, final=True))
 
 
 class DecodeReply:

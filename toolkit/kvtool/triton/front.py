@@ -90,6 +90,7 @@ class Front:
         self._flights: dict[str, Flight] = {}
         self._loads: dict[str, int] = {}
         self._mean_s = 1.0
+        self._totals = {"requests": 0, "failed": 0, "prompt_tokens": 0, "hit_tokens": 0, "completion_tokens": 0}
         self._background: set[asyncio.Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._busy = asyncio.Event()
@@ -122,7 +123,8 @@ class Front:
             }
             for name, flight in list(self._flights.items())
         ]
-        return {"in_flight": flights, "loads": {name: load for name, load in self._loads.items() if load}}
+        loads = {name: load for name, load in self._loads.items() if load}
+        return {"in_flight": flights, "loads": loads, "totals": dict(self._totals)}
 
     def close(self) -> None:
         """End every request with Unavailable, cancel what runs for them elsewhere, stop the thread."""
@@ -187,6 +189,8 @@ class Front:
         finally:
             self._flights.pop(flight.asked.request_id, None)
         total_s = time.monotonic() - flight.arrived_s
+        self._totals["requests"] += 1
+        self._totals["failed"] += error is not None
         if error is None:
             self._mean_s += 0.1 * (total_s - self._mean_s)
         else:
@@ -209,6 +213,7 @@ class Front:
         if peers.pool_up and peers.of("prefill"):
             tokens, handoff = await self._prefill(flight)
         if not tokens:
+            flight.stage = "tokenize"
             tokens = await self._tokenize(flight)
         flight.stage = "decode"
         while True:
@@ -287,6 +292,9 @@ class Front:
                 "instances": dict(flight.instances),
                 "retries": flight.retries,
             }
+            self._totals["prompt_tokens"] += usage["prompt_tokens"]
+            self._totals["completion_tokens"] += usage["completion_tokens"]
+            self._totals["hit_tokens"] += sum(usage["hit_tokens"].values())
             flight.sink.step(Step(tokens, text, step.finish, usage))
         elif tokens or text:
             flight.sink.step(Step(tokens, text))

@@ -22,6 +22,12 @@ from kvtool.triton.peers import Peer
 from kvtool.triton.wire import Ask, Step
 
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+_OPERATED = {
+    "front": ("kvtool", "usage"),
+    "prefill": ("prefill_engine", "HANDOFF"),
+    "decode": ("decode_engine", "EVENT"),
+}
+"""Role -> the model that answers operations, and in which output."""
 
 
 class Links:
@@ -38,7 +44,7 @@ class Links:
         inputs = [_bytes("TEXT", text), _bytes("REQUEST", ask.to_json().encode())]
         async for result in self._stream(peer, "prefill", inputs, timeout_s):
             handoff, usage = wire.read_handoff(_text(result, "HANDOFF"))
-            return _ids(result, "INPUT_IDS"), handoff, usage
+            return _ids(result, "PROMPT_IDS"), handoff, usage
         raise Unavailable(f"{peer.name}: the stream ended without a hand-off")
 
     async def tokenize(self, peer: Peer, text: bytes, ask: Ask, timeout_s: float) -> tuple[int, ...]:
@@ -69,10 +75,16 @@ class Links:
         raise Unavailable(f"{peer.name}: the stream ended before the answer did")
 
     async def operate(self, peer: Peer, op: dict[str, Any], timeout_s: float) -> str:
-        """An operation on a prefill or decode engine; its JSON answer."""
-        inputs = [_bytes("REQUEST", wire.op_json(op).encode())]
-        answer = "HANDOFF" if peer.role == "prefill" else "EVENT"
-        async for result in self._stream(peer, f"{peer.role}_engine", inputs, timeout_s):
+        """An operation on an engine model, or on the front; its JSON answer."""
+        model, answer = _OPERATED[peer.role]
+        if peer.role == "front":
+            inputs = [
+                _bytes("op", str(op["op"]).encode()),
+                _bytes("text_input", str(op.get("request_id", "")).encode()),
+            ]
+        else:
+            inputs = [_bytes("REQUEST", wire.op_json(op).encode())]
+        async for result in self._stream(peer, model, inputs, timeout_s):
             return _text(result, answer)
         raise Unavailable(f"{peer.name}: no answer to {op.get('op')}")
 

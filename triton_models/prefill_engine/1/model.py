@@ -20,8 +20,9 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            reply = bridge.PrefillReply(request.get_response_sender(), self.outbox)
-            self.desk.take(bridge.text(request, "REQUEST"), bridge.ids(request, "INPUT_IDS"), reply)
+            tokens = bridge.ids(request, "INPUT_IDS")
+            reply = bridge.PrefillReply(request.get_response_sender(), self.outbox, tokens)
+            self.desk.take(bridge.text(request, "REQUEST"), tokens, reply)
 
     def finalize(self):
         self.desk.close()

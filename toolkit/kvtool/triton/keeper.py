@@ -1,0 +1,112 @@
+"""The pool of a deployment: started with it, watched, started again when no rank is left.
+
+A pool that died takes nothing with it but its blocks: servers compute what they cannot fetch, and the front leaves the
+prefill stage out until the pool is back. A single dead rank is the pool's own affair; it goes on with the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtool.config.spec import Spec
+from kvtool.engine.manifest import read_manifest
+from kvtool.errors import KvtoolError
+from kvtool.pool.config import PoolConfig
+from kvtool.pool.state import FILE, PoolState, read_state, runs
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class PoolKeeper:
+    """`on_change` is called after each change of state, in the supervisor's loop."""
+
+    def __init__(self, spec: Spec, run_dir: Path, on_change: Callable[[], None]) -> None:
+        self._spec, self._on_change = spec, on_change
+        self._dir = run_dir / "pool"
+        self.state_file = self._dir / FILE
+        self.up = False
+        self._alive: list[int] = []
+        self._restarts, self._failures, self._last_error = 0, 0, ""
+
+    async def start(self) -> None:
+        """Raises KvtoolError: the pool does not start."""
+        from kvtool.pool.launch import start_pool
+
+        self._dir.mkdir(mode=0o700, exist_ok=True)
+        await asyncio.to_thread(start_pool, self._config(), self._dir)
+        self._look()
+
+    async def keep(self) -> None:
+        """Watch for ever; start the pool again when none of its ranks is left."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            before = self._alive
+            self._look()
+            if self._alive != before:
+                log.warning("pool ranks changed alive=%d of=%d", len(self._alive), self._spec.pool.ranks)
+                self._on_change()
+            if not self.up:
+                await self._restart()
+
+    async def stop(self) -> None:
+        from kvtool.pool.launch import stop_pool
+
+        await asyncio.to_thread(stop_pool, self._dir)
+        self.up, self._alive = False, []
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "state": "up" if self.up else "down",
+            "ranks": self._spec.pool.ranks,
+            "ranks_alive": len(self._alive),
+            "pids": list(self._alive),
+            "restarts": self._restarts,
+            "last_error": self._last_error,
+            "state_file": str(self.state_file),
+        }
+
+    async def _restart(self) -> None:
+        self._restarts += 1
+        await asyncio.sleep(BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)])
+        self._failures += 1
+        try:
+            with contextlib.suppress(KvtoolError):
+                await self.stop()  # what is left of it: the launcher, shared memory
+            await self.start()
+            self._failures, self._last_error = 0, ""
+        except KvtoolError as error:
+            self._last_error = str(error)
+            log.warning("pool does not start error=%s", error)
+        self._on_change()
+
+    def _look(self) -> None:
+        """Which ranks live, from the state file and /proc: no message, about 50 us."""
+        try:
+            state: PoolState | None = read_state(self.state_file)
+        except KvtoolError as error:
+            state, self._last_error = None, str(error)
+        ranks = state.ranks if state else []
+        self._alive = [rank.pid for rank in ranks if rank.alive and runs(rank.pid, rank.started)]
+        self.up = bool(self._alive)
+
+    def _config(self) -> PoolConfig:
+        pool = self._spec.pool
+        return PoolConfig(
+            layout=read_manifest(self._spec.engine).layout,
+            ranks=pool.ranks,
+            dram_size=pool.dram_size,
+            file_size=pool.file_size,
+            file_dir=pool.file_dir,
+            lease_term_s=pool.lease_term,
+            ucx=pool.path != "shm",
+            name=self._spec.name,
+            start_timeout_s=self._spec.supervise.start_timeout,
+        )
