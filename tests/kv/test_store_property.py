@@ -96,7 +96,7 @@ class Machine:
         for until_s, reading in list(self.readings):
             if reading.done or self.now_s >= until_s:
                 self.readings.remove((until_s, reading))
-                hits = self.store.finish_read(reading)
+                hits = self.store.finish_read(reading, self.now_s)
                 self.leased[reading.lease.read] = (until_s - 0.5 + TERM_S, [(h.slot, h.generation) for h in hits])
                 assert [hit.key for hit in hits] == reading.keys[: len(hits)]
                 for hit in hits:

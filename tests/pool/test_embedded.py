@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from random import Random
 
-import numpy as np
 import pytest
+from blocks import KEYS, LAYOUT, payload, puts, room_for
 
 from kvtool.clock import WoundClock
-from kvtool.kv.block import KeySeed, block_keys
-from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Outcome, Path, Put, Tier
 from kvtool.pool.embedded import EmbeddedPool
-from kvtool.pool.memory import SlotMemory
-
-LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=64, block_tokens=32)
-SEED = KeySeed("test", "model", LAYOUT.fingerprint).digest()
-KEYS = block_keys(SEED, np.arange(32 * 64), 32)
-
-
-def payload(key: bytes) -> bytes:
-    return np.random.default_rng(zlib.crc32(key)).bytes(LAYOUT.block_size)
-
-
-def fill_of(key: bytes):
-    def fill(room: memoryview) -> None:
-        room[:] = payload(key)
-
-    return fill
-
-
-def puts(keys, first_parent=None, transient_s=None):
-    parents = [first_parent, *keys[:-1]]
-    return [
-        Put(key, LAYOUT.block_size, fill_of(key), parent, transient_s)
-        for key, parent in zip(keys, parents, strict=True)
-    ]
-
-
-def room_for(blocks: int) -> int:
-    return SlotMemory.size(blocks, LAYOUT.block_size)
 
 
 @pytest.fixture

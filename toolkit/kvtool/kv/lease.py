@@ -64,6 +64,12 @@ class LeaseTable:
         lease.slots.append(slot)
         self._readers[slot] = self._readers.get(slot, 0) + 1
 
+    def answered(self, lease: Lease, now_s: float) -> None:
+        """The reader is told now: one term from here on, not from when he would have stopped waiting."""
+        if now_s + self.term_s < lease.lapses_at_s and lease.read in self._leases:
+            lease.lapses_at_s = now_s + self.term_s
+            heapq.heappush(self._due, (lease.lapses_at_s, lease.read))
+
     def held(self, slot: int) -> bool:
         """Whether a lease is on `slot`. A lease that lapsed still counts until `expire` has run: never too early."""
         return slot in self._readers

@@ -178,12 +178,13 @@ class Store(Room):
                 Hit(entry.key, entry.slot, entry.generation, entry.length, entry.checksum, filed, not moving, entry)
             )
 
-    def finish_read(self, reading: Reading) -> list[Hit]:
+    def finish_read(self, reading: Reading, now_s: float) -> list[Hit]:
         """The leading run of a read, now that it is answered, whole or cut short by its time limit."""
         for hit in reading.hits:
             if not hit.ready and reading in hit.entry.awaited_by:
                 hit.entry.awaited_by.remove(reading)
         reading.waiting, reading.stalled = 0, False
+        self.leases.answered(reading.lease, now_s)
         run = reading.run
         for hit in reversed(run):  # the first block of a prefix is the last to go
             self._touch(hit.entry)

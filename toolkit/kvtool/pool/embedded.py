@@ -100,7 +100,7 @@ class EmbeddedPool:
                 self._store.advance(reading, self._clock.now_s())
                 self._tiers.carry_out()
             late = not reading.done
-            hits = self._store.finish_read(reading)
+            hits = self._store.finish_read(reading, self._clock.now_s())
             held = Held(deadline_s, self._clock.now_s, self._memory.generations, lambda: self._release(read_id))
         blocks = self._verified(hits)
         self._counting.read(blocks)

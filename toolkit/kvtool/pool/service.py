@@ -205,7 +205,7 @@ class Service:
 
     def _answer_read(self, connection: Connection, request: int, reading: Reading) -> None:
         late = not reading.done
-        hits = self.store.finish_read(reading)
+        hits = self.store.finish_read(reading, time.monotonic())
         cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
         connection.send(Op.LOOKUP, request, wire.pack_found(self.store.leases.term_s, cut, hits))
 

@@ -1,0 +1,57 @@
+"""A client in a process of its own, for tests that need one to be elsewhere, or to die."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from blocks import KEYS, LAYOUT, payload, puts
+
+from kvtool.kv.record import Grant, Want
+from kvtool.pool import wire
+from kvtool.pool.client import PoolClient
+
+
+def over_ucx(state_file: Path) -> dict:
+    """Read what is there, write more, read that back: all by UCX."""
+    pool = PoolClient(state_file, LAYOUT, path="ucx", client_name="ucx peer")
+    with pool.read(KEYS[:12], budget_s=20) as read:
+        first = [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[:12]]
+        whole = read.whole()
+    outcomes = [result.outcome.value for result in pool.write(puts(KEYS[200:240]), budget_s=20)]
+    with pool.read(KEYS[200:240], budget_s=20) as read:
+        second = [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[200:240]]
+    again = {result.outcome.value for result in pool.write(puts(KEYS[:4]), budget_s=20)}
+    counts = pool.counts()
+    pool.close()
+    return {
+        "first": first,
+        "whole": whole,
+        "outcomes": sorted(set(outcomes)),
+        "second": second,
+        "again": sorted(again),
+        "read": counts.blocks_read,
+        "put": counts.blocks_put,
+    }
+
+
+def holding(state_file: Path) -> dict:
+    """Leases and reservations, held until somebody kills us."""
+    pool = PoolClient(state_file, LAYOUT, client_name="holder")
+    read = pool.read(KEYS[:12])
+    reserved = 0
+    deadline_s = time.monotonic() + 5
+    for access in pool._ranks.all():
+        wants = [Want(bytes([access.state.rank, n]) + bytes(30), 100) for n in range(3)]
+        answers, _ = wire.unpack_grants(access.link.call(wire.Op.RESERVE, wire.pack_wants(0, wants), deadline_s))
+        reserved += sum(answer.grant is Grant.GRANTED for answer in answers)
+    print(json.dumps({"read": len(read.blocks), "reserved": reserved}), flush=True)
+    threading.Event().wait(60)
+    return {}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"ucx": over_ucx, "hold": holding}[sys.argv[1]](Path(sys.argv[2]))), flush=True)

@@ -1,0 +1,323 @@
+"""Real ranks under a real mpiexec, real clients: what comes back, and what happens when somebody dies or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from blocks import KEYS, LAYOUT, payload, puts, room_for
+
+from kvtool.errors import Refused, SpecRefused
+from kvtool.kv.layout import KVLayout
+from kvtool.pool.base import Outcome, Put, Tier
+from kvtool.pool.base import Path as By
+from kvtool.pool.client import PoolClient
+from kvtool.pool.config import PoolConfig
+from kvtool.pool.launch import pool_status, start_pool, stop_pool
+from kvtool.pool.memory import SlotMemory
+from kvtool.pool.state import read_state, started_at
+from kvtool.transfer.segment import SHM, Segment
+
+pytestmark = pytest.mark.real
+
+HERE = Path(__file__).parent
+SLOTS, FILE_SIZE = 48, 8 * 2**20
+CONFIG = PoolConfig(LAYOUT, ranks=2, dram_size=room_for(SLOTS), file_size=FILE_SIZE, lease_term_s=2, reserve_term_s=2)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    handle = start_pool(CONFIG, tmp_path_factory.mktemp("pool"))
+    yield handle
+    stop_pool(handle.run_dir)
+    assert not list(SHM.glob(f"{handle.prefix}*"))
+
+
+@pytest.fixture
+def client(pool):
+    client = PoolClient(pool.state_file, LAYOUT, client_name="test")
+    yield client
+    client.close()
+
+
+def until(true, within_s: float, what: str):
+    deadline_s = time.monotonic() + within_s
+    while not (value := true()):
+        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+def found(client: PoolClient, keys: list[bytes]) -> int:
+    with client.read(keys) as read:
+        return len(read.blocks)
+
+
+def held(run_dir: Path) -> list[tuple[int, str]]:
+    return [(rank.rank, line["kind"]) for rank in pool_status(run_dir, audit=True).ranks for line in rank.audit]
+
+
+def clean(run_dir: Path) -> bool:
+    return held(run_dir) == []
+
+
+def keys_of(client: PoolClient, rank: int, keys=KEYS) -> list[bytes]:
+    owners = client._ranks.owners(keys)
+    return [key for key, access in zip(keys, owners, strict=True) if access.state.rank == rank]
+
+
+def slot_of(state, rank: int, key: bytes):
+    """(segment, memory, slot) where the key is in the DRAM of `rank`, mapped writable."""
+    segment = Segment.attach(state.ranks[rank].segment, writable=True)
+    memory = SlotMemory(segment.view, state.ranks[rank].slots, LAYOUT.block_size)
+    slots = [slot for slot in range(memory.slots) if memory.header(slot)[0] == key]
+    return memory, slots[0] if slots else None
+
+
+def test_blocks_come_back_byte_for_byte_and_in_place(pool, client):
+    assert {r.outcome for r in client.write(puts(KEYS[:12]))} == {Outcome.STORED}
+    assert client.match(KEYS[:20]) == 12
+    with client.read(KEYS[:20]) as read:
+        assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[:12]]
+        assert {(block.tier, block.path) for block in read.blocks} == {(Tier.DRAM, By.SHM)}
+        assert all(block.data.readonly for block in read.blocks)
+        assert read.whole() == 12
+        assert {kind for _, kind in held(pool.run_dir)} == {"lease"}
+    until(lambda: clean(pool.run_dir), 1, "leases end with the read")
+    assert client.counts().misses == {"absent": 8}
+    assert all(keys_of(client, rank, KEYS[:12]) for rank in range(2)), "both ranks should hold some"
+
+
+def test_a_second_put_is_a_duplicate_and_copies_nothing(client):
+    client.write(puts(KEYS[:12]))
+
+    def never(room):
+        raise AssertionError("a duplicate was filled")
+
+    again = client.write([Put(key, LAYOUT.block_size, never) for key in KEYS[:12]])
+    assert {result.outcome for result in again} == {Outcome.DUPLICATE}
+
+
+def test_a_process_elsewhere_reads_and_writes_by_ucx(pool, client):
+    client.write(puts(KEYS[:12]))
+    done = subprocess.run(
+        [sys.executable, HERE / "peer.py", "ucx", pool.state_file], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["first"] and said["second"] and said["whole"] == 12
+    assert said["outcomes"] == ["stored"] and said["again"] == ["duplicate"]
+    assert said["read"] == {"dram/ucx": 52} and said["put"]["stored/ucx"] == 40
+    with client.read(KEYS[200:240]) as read:
+        assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[200:240]]
+        assert {block.path for block in read.blocks} == {By.SHM}
+    until(lambda: clean(pool.run_dir), 6, "nothing is left of the UCX client")
+
+
+def test_a_full_pool_moves_blocks_to_files_and_serves_them_from_there(pool, client):
+    assert {r.outcome for r in client.write(puts(KEYS), budget_s=20)} <= {Outcome.STORED, Outcome.DUPLICATE}
+    assert client.match(KEYS) == len(KEYS), "a block was lost on its way to the files"
+    tiers = set()
+    for at in range(0, len(KEYS), 16):
+        with client.read(KEYS[at : at + 16], budget_s=10) as read:
+            assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[at : at + 16]]
+            tiers |= {block.tier for block in read.blocks}
+    assert Tier.FILE in tiers
+    for rank in pool_status(pool.run_dir).ranks:
+        assert rank.answer["counts"]["demoted"] > 0 and rank.answer["slots_used"] <= rank.answer["slots"]
+
+
+def test_a_flipped_byte_in_memory_is_a_miss_and_the_block_is_quarantined(pool, client):
+    key = b"flip" + KEYS[0][4:]
+    client.write(puts([key]))
+    state = read_state(pool.state_file)
+    (rank,) = [rank for rank in range(2) if keys_of(client, rank, [key])]
+    memory, slot = slot_of(state, rank, key)
+    memory.slot(slot, LAYOUT.block_size)[1000] ^= 0x10
+    with client.read([key]) as read:
+        assert list(read.blocks) == []
+    assert client.counts().misses == {"corrupt": 1}
+    until(lambda: client.match([key]) == 0, 1, "the rank forgets the block")
+    assert pool_status(pool.run_dir).ranks[rank].answer["counts"]["corrupt"] >= 1
+    assert client.write(puts([key]))[0].outcome is Outcome.STORED
+    until(lambda: clean(pool.run_dir), 1, "the quarantine ends with the reader's lease")
+
+
+def test_a_flipped_byte_in_a_file_is_a_miss_and_never_served(pool, client):
+    client.write(puts(KEYS), budget_s=20)
+    filed = next(key for key in KEYS if all(slot_of(read_state(pool.state_file), r, key)[1] is None for r in range(2)))
+    for path in pool.run_dir.glob("*.blocks"):
+        raw = path.read_bytes()
+        at = raw.find(filed)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at // 4096 * 4096 + 4096 + 5000)
+                file.write(bytes([raw[at // 4096 * 4096 + 4096 + 5000] ^ 1]))
+                file.flush()
+                os.fsync(file.fileno())
+    with client.read([filed], budget_s=5) as read:
+        assert list(read.blocks) == []
+    assert client.match([filed]) == 0
+    until(lambda: clean(pool.run_dir), 3, "nothing is left of the failed promotion")
+
+
+def test_a_hung_rank_costs_one_budget_and_heals_when_it_goes_on(pool, client):
+    client.write(puts(KEYS[:40]), budget_s=10)
+    mine, others = keys_of(client, 0, KEYS[:40])[:1], keys_of(client, 1, KEYS[:40])[:1]
+    for keys in (mine, others):
+        with client.read(keys) as read:
+            assert len(read.blocks) == 1
+    os.kill(pool.rank_pids[0], signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        with client.read(mine, budget_s=0.3) as read:
+            assert list(read.blocks) == []
+        assert 0.25 < time.monotonic() - began_s < 0.6, "a hung rank costs the budget, and no more"
+        began_s = time.monotonic()
+        for _ in range(20):
+            client.read(mine, budget_s=2).release()
+            assert client.write(puts([KEYS[399], *mine]))[1].outcome is Outcome.FAILED
+        assert time.monotonic() - began_s < 0.3, "a rank that hangs is skipped at once"
+        with client.read(others) as read:
+            assert len(read.blocks) == 1, "the other rank goes on"
+        assert client.alive()
+        until(lambda: pool_status(pool.run_dir, budget_s=0.2).ranks[1].answer["hung"] == [0], 6, "its peer reports it")
+    finally:
+        os.kill(pool.rank_pids[0], signal.SIGCONT)
+    until(lambda: found(client, mine) == 1, 1, "it heals")
+    until(lambda: clean(pool.run_dir), 3, "late answers are undone")
+
+
+def test_a_client_killed_with_leases_and_reservations_leaves_nothing(pool, client):
+    client.write(puts(KEYS[:12]), budget_s=10)
+    peer = subprocess.Popen(
+        [sys.executable, HERE / "peer.py", "hold", pool.state_file], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert json.loads(peer.stdout.readline()) == {"read": 12, "reserved": 6}
+        assert {kind for _, kind in held(pool.run_dir)} == {"lease", "reservation"}
+    finally:
+        peer.kill()
+        peer.wait(5)
+        peer.stdout.close()
+    until(lambda: clean(pool.run_dir), 1, "a dead client's leases and reservations end")
+
+
+def test_a_writer_who_is_late_keeps_his_slot_from_others_and_is_told(pool, client):
+    """He may still be writing: his slot is quarantined, not given away; what he commits is refused."""
+    key = b"late" + KEYS[0][4:]
+    begun, go_on = threading.Event(), threading.Event()
+    results = []
+
+    def slow(room):
+        begun.set()
+        assert go_on.wait(20)
+        room[:] = payload(key)
+
+    thread = threading.Thread(target=lambda: results.extend(client.write([Put(key, LAYOUT.block_size, slow)], 20)))
+    thread.start()
+    try:
+        assert begun.wait(5)
+        until(lambda: "quarantine" in {kind for _, kind in held(pool.run_dir)}, 4, "the reservation times out")
+        assert client.match([key]) == 0
+    finally:
+        go_on.set()
+        thread.join(20)
+    assert [(r.outcome, r.reason) for r in results] == [
+        (Outcome.FAILED, "the reservation lapsed before the block was written")
+    ]
+    until(lambda: clean(pool.run_dir), 1, "his word frees the slot")
+
+
+def test_many_threads_over_a_small_pool_see_only_right_bytes(pool, client):
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(30):
+                start = (seed * 37 + step * 11) % 380
+                keys = KEYS[start : start + 8]
+                if step % 3 == 0:
+                    client.write(puts(keys), budget_s=5)
+                with client.read(keys, budget_s=5) as read:
+                    copies = [bytes(block.data) for block in read.blocks]
+                    whole = read.whole()
+                assert copies[:whole] == [payload(key) for key in keys[:whole]]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    until(lambda: clean(pool.run_dir), 3, "nothing is held when nobody works")
+
+
+def test_another_layout_is_refused_with_both_printed(pool):
+    other = KVLayout(layers=3, kv_heads=1, head_dim=64, block_tokens=32)
+    with pytest.raises(Refused, match=r"holds 2 layers .* this client has 3 layers"):
+        PoolClient(pool.state_file, other)
+
+
+def test_a_stranger_without_the_key_is_turned_away(pool, client, tmp_path):
+    state = json.loads(pool.state_file.read_text())
+    forged = tmp_path / "pool.json"
+    forged.write_text(json.dumps({**state, "key": "00" * 32}))
+    stranger = PoolClient(forged, LAYOUT)
+    assert stranger.match(KEYS[:1]) == 0 and not stranger.alive()
+    stranger.close()
+    assert pool.state_file.stat().st_mode & 0o777 == 0o600 and pool.run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_killed_rank_is_a_miss_within_a_second_and_a_restarted_pool_is_found(tmp_path):
+    config = PoolConfig(LAYOUT, ranks=3, dram_size=room_for(SLOTS), file_size=0, ucx=False)
+    handle = start_pool(config, tmp_path)
+    client = PoolClient(handle.state_file, LAYOUT)
+    try:
+        client.write(puts(KEYS[:60]))
+        assert client.match(KEYS[:60]) == 60
+        lost, kept = keys_of(client, 1, KEYS[:60]), keys_of(client, 2, KEYS[:60])
+        os.kill(handle.rank_pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        assert [found(client, [key]) for key in lost] == [0] * len(lost)
+        assert time.monotonic() - killed_s < 1.0, "reads of a dead rank's blocks must become misses within a second"
+        assert [found(client, [key]) for key in kept] == [1] * len(kept), "the others go on"
+        until(lambda: not read_state(handle.state_file).ranks[1].alive, 1.5, "the survivors say so")
+        epoch = read_state(handle.state_file).epoch
+        until(lambda: client.write(puts(lost[:1]))[0].outcome is Outcome.STORED, 1, "its keys go to survivors")
+        os.kill(handle.pid, signal.SIGKILL)  # and mpiexec
+        assert found(client, lost[:1]) == 1
+        assert stop_pool(tmp_path)
+        assert [pid for pid in handle.rank_pids if started_at(pid) is not None] == []
+        assert list(SHM.glob(f"{handle.prefix}*")) == [] and sorted(p.name for p in tmp_path.iterdir()) == ["pool.log"]
+        assert client.match(KEYS[:60]) == 0 and not client.alive()
+        again = start_pool(config, tmp_path)
+        assert read_state(again.state_file).epoch > epoch
+        until(lambda: client.alive(), 2, "the same client finds the new pool")
+        until(lambda: client.write(puts(KEYS[:6]))[0].outcome is Outcome.STORED, 2, "and writes to it")
+    finally:
+        client.close()
+        stop_pool(tmp_path)
+
+
+def test_a_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
+    config = PoolConfig(LAYOUT, ranks=2, dram_size=room_for(4), file_dir=tmp_path / "nowhere", start_timeout_s=20)
+    with pytest.raises(Exception, match=r"(?s)did not start.*nowhere"):
+        start_pool(config, tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["pool.log"]
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(SpecRefused, match="no room for one block"):
+        PoolConfig(LAYOUT, dram_size=1000)
+    with pytest.raises(SpecRefused, match="loopback"):
+        PoolConfig(LAYOUT, host="0.0.0.0")
