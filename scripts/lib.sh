@@ -86,14 +86,15 @@ orphaned_memory() {
 
 # assert_nothing_left MEMORY_BEFORE: fails, with their names, if processes or shared memory of ours outlive the work.
 assert_nothing_left() {
-    local before=$1 tries pids memory
-    for tries in {1..50}; do # what was told to stop has ten seconds to be gone
+    local before=$1 until=$((SECONDS + 10)) pids memory
+    while true; do # what was told to stop has ten seconds to be gone
         pids=$(marked_processes)
         memory=$(comm -13 <(sort <<<"$before") <(orphaned_memory | sort))
         if [[ -z $pids$memory ]]; then return; fi
+        if ((SECONDS >= until)); then break; fi
         sleep 0.2
     done
-    say "left behind after $tries looks:"
+    say "left behind:"
     if [[ -n $pids ]]; then ps -o pid,ppid,etimes,args -p "${pids//$'\n'/,}" >&2; fi
     say "$memory"
     return 1

@@ -20,7 +20,7 @@ from kvtool.units import show_size
 
 if TYPE_CHECKING:
     from kvtool.measure.deployed import Deployed
-    from kvtool.measure.serve import Answer
+    from kvtool.measure.serve import Answer, Prompt
 
 RECIPE = "smollm2-135m"
 SPEC = """version: 1
@@ -36,23 +36,24 @@ def demo(
     entries: int = typer.Option(
         44, "--entries", min=1, max=200, help="Length of the made-up document; 1 is ~33 tokens."
     ),
-    max_tokens: int = typer.Option(48, "--max-tokens", min=2, help="Length of each answer."),
+    max_tokens: int = typer.Option(64, "--max-tokens", min=2, help="Length of each answer."),
 ) -> None:
     """Build, deploy, stream, compare: the whole way in one command.
 
     Everything is stopped at the end, also after Ctrl-C or a failure.
     """
     run_dir = run_dir.resolve()
-    prompt = f"{document(entries)}\n\n{QUESTION}\n"
+    prompt = [{"role": "user", "content": f"{document(entries)}\n\n{QUESTION}"}]
     _check_machine()
-    engine = _build(run_dir / "engine")
+    engine = run_dir / "engine"
+    block_size = _build(engine)
     spec = run_dir / "spec.yaml"
     spec.write_text(SPEC, encoding="utf-8")
     with running(spec, run_dir / "state", keep) as deployed:
         cold, warm = _ask_twice(deployed, prompt, max_tokens)
         alone = _ask_alone(engine, prompt, max_tokens)
         same = cold.tokens == warm.tokens == alone.tokens
-        _show(cold, warm, alone, same)
+        _show(cold, warm, alone, same, block_size)
         if keep:
             _say_how_to_talk(run_dir / "state", spec)
     if not same:
@@ -74,7 +75,8 @@ def _check_machine() -> None:
     console.done(f"{len(findings)} things looked at, all that is needed is here")
 
 
-def _build(directory: Path) -> Path:
+def _build(directory: Path) -> int:
+    """Build the small model's engine; bytes of one of its KV blocks."""
     from kvtool.engine.build import build
 
     console.step(f"kvtool build {RECIPE}: checkpoint to engine directory (some 20 s, once)")
@@ -82,10 +84,10 @@ def _build(directory: Path) -> Path:
     size = show_size(sum(result.manifest.files.values()))
     how = f"built in {result.seconds:.0f} s" if result.built else "built before, used again"
     console.done(f"{result.manifest.architecture}, {size}, KV {result.manifest.layout}: {how}")
-    return directory
+    return result.manifest.layout.block_size
 
 
-def _ask_twice(deployed: Deployed, prompt: str, max_tokens: int) -> tuple[Answer, Answer]:
+def _ask_twice(deployed: Deployed, prompt: Prompt, max_tokens: int) -> tuple[Answer, Answer]:
     from kvtool.measure.processes import settle
 
     answers = []
@@ -102,7 +104,7 @@ def _ask_twice(deployed: Deployed, prompt: str, max_tokens: int) -> tuple[Answer
     return answers[0], answers[1]
 
 
-def _ask_alone(engine: Path, prompt: str, max_tokens: int) -> Answer:
+def _ask_alone(engine: Path, prompt: Prompt, max_tokens: int) -> Answer:
     from kvtool.measure.alone import Alone
     from kvtool.serve.options import DecodeOptions
 
@@ -116,7 +118,7 @@ def _ask_alone(engine: Path, prompt: str, max_tokens: int) -> Answer:
     return answer
 
 
-def _show(cold: Answer, warm: Answer, alone: Answer, same: bool) -> None:
+def _show(cold: Answer, warm: Answer, alone: Answer, same: bool, block_size: int) -> None:
     from kvtool.measure.stats import summarise
 
     def gap(answer: Answer) -> str:
@@ -132,7 +134,7 @@ def _show(cold: Answer, warm: Answer, alone: Answer, same: bool) -> None:
         ("TBT, median / P90", *(gap(answer) for answer in answers)),
         ("prompt tokens from the pool", *(f"{a.hit_tokens} of {a.prompt_tokens}" for a in (cold, warm)), "-"),
         ("blocks put into the pool", str(cold.blocks_put), str(warm.blocks_put), "-"),
-        ("bytes read from the pool, by path", _paths(cold), _paths(warm), "-"),
+        ("blocks read from it, by path", _paths(cold, block_size), _paths(warm, block_size), "-"),
     ]
     out = console.out()
     out.print()
@@ -140,17 +142,20 @@ def _show(cold: Answer, warm: Answer, alone: Answer, same: bool) -> None:
     out.print(f"same tokens as one process: {'yes' if same else 'NO'}")
 
 
-def _paths(answer: Answer) -> str:
-    return ", ".join(f"{path} {show_size(size)}" for path, size in sorted(answer.path_bytes.items()) if size) or "none"
+def _paths(answer: Answer, block_size: int) -> str:
+    shown = [
+        f"{size // block_size} by {path}, {show_size(size)}" for path, size in sorted(answer.path_bytes.items()) if size
+    ]
+    return "; ".join(shown) or "none"
 
 
 def _say_how_to_talk(state_dir: Path, spec: Path) -> None:
     console.out().print(
         f"\nIt runs on. Talk to it, then stop it:\n"
-        f"  kvtool generate --run-dir {short(state_dir)} 'What is a harbour?'\n"
+        f"  kvtool generate --run-dir {short(state_dir)} --prompt 'What is a harbour?'\n"
         f"  kvtool chat --run-dir {short(state_dir)}\n"
-        f"  kvtool deploy status {short(spec)}\n"
-        f"  kvtool deploy down {short(spec)}",
+        f"  kvtool deploy status --run-dir {short(state_dir)}\n"
+        f"  kvtool deploy down --run-dir {short(state_dir)}",
         markup=False,
     )
 

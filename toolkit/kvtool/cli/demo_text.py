@@ -6,7 +6,7 @@ _PLACES = ("the north quay", "the old mill", "the upper lock", "the signal house
 _PEOPLE = ("Ines", "Marek", "Yuki", "Tobias", "Amara", "Leon", "Sofia", "Daan")
 _GOODS = ("copper wire", "lamp oil", "winter wheat", "blue slate", "cedar planks", "salt", "spring tea")
 _WEATHER = ("clear and still", "fog until noon", "rain from the west", "a hard frost", "wind from the sea")
-QUESTION = "What is kept at the harbour, and who keeps the log? Answer in two short sentences."
+QUESTION = "Write a short story about one day at this harbour. Name the people and what they brought."
 
 
 def document(entries: int) -> str:

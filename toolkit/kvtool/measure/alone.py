@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtool.engine.tokenizer import Tokenizer
 from kvtool.errors import DeadlinePassed
-from kvtool.measure.serve import Answer
+from kvtool.measure.serve import Answer, Prompt
 from kvtool.serve.open import open_decode
 from kvtool.serve.options import DecodeOptions
 from kvtool.serve.request import Event, Request
@@ -26,7 +26,7 @@ class Alone:
         self._worker = open_decode(engine_dir, None, options, name="alone")
 
     def __call__(
-        self, prompt: str, max_tokens: int, on_tokens: Callable[[tuple[int, ...]], None] | None = None
+        self, prompt: Prompt, max_tokens: int, on_tokens: Callable[[tuple[int, ...]], None] | None = None
     ) -> Answer:
         """Ask once and wait for the end. Making tokens of the text is part of the time, as it is for a server.
 
@@ -50,7 +50,8 @@ class Alone:
                 over.set()
 
         self._asked += 1
-        prompt_tokens = tuple(self.tokenizer.encode(prompt))
+        text = prompt if isinstance(prompt, str) else self.tokenizer.chat(prompt)
+        prompt_tokens = tuple(self.tokenizer.encode(text))
         self._worker.submit(
             Request(
                 f"alone-{self._asked}", prompt_tokens, max_tokens, ignore_eos=self._ignore_eos,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtool.measure.serve import Answer
+from kvtool.measure.serve import Answer, Prompt
 from kvtool.triton.client import stream
 from kvtool.triton.state import front_url, read_state
 
@@ -26,7 +26,7 @@ class Deployed:
         self.usage: dict[str, Any] = {}
         """Of the last answer."""
 
-    def __call__(self, prompt: str, max_tokens: int, on_text: Callable[[str], None] | None = None) -> Answer:
+    def __call__(self, prompt: Prompt, max_tokens: int, on_text: Callable[[str], None] | None = None) -> Answer:
         """Raises KvtoolError: as the front says."""
         tokens: list[int] = []
         token_at_s: list[float] = []

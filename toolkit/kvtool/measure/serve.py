@@ -12,7 +12,7 @@ client. Silent: callers print.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -48,6 +48,10 @@ class Answer:
     @property
     def hit_ratio(self) -> float:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""Text, or chat messages ({"role", "content"}) for the model's own template."""
 
 
 class Asks(Protocol):
