@@ -195,6 +195,42 @@ def test_a_hung_rank_costs_one_budget_and_heals_when_it_goes_on(pool, client):
     until(lambda: clean(pool.run_dir), 3, "late answers are undone")
 
 
+def test_a_hung_rank_costs_the_others_nothing_but_time(pool, client):
+    """In the very call that finds out: what the other rank answered meanwhile counts."""
+    fresh = [b"hung" + key[4:] for key in KEYS[:24]]
+    theirs = [key for key in fresh if key in keys_of(client, 1, fresh)]
+    assert client.write(puts([theirs[0]]))[0].outcome is Outcome.STORED
+    ours = [key for key in fresh if key not in theirs]
+    assert client.write(puts([ours[0]]))[0].outcome is Outcome.STORED
+    os.kill(pool.rank_pids[0], signal.SIGSTOP)
+    try:
+        batch = [*ours[1:3], *theirs[1:5]]  # the hung rank is asked first
+        outcomes = [result.outcome for result in client.write(puts(batch), budget_s=0.5)]
+        assert outcomes == [Outcome.FAILED] * 2 + [Outcome.STORED] * 4
+        assert found(client, theirs[1:5]) == 4, "its circuit breaker stayed closed"
+    finally:
+        os.kill(pool.rank_pids[0], signal.SIGCONT)
+    until(lambda: found(client, ours[:1]) == 1, 1, "it heals")
+    until(lambda: clean(pool.run_dir), 3, "late answers are undone")
+
+
+def test_a_read_larger_than_staging_is_cut_at_once_and_not_after_its_budget(pool):
+    client = PoolClient(pool.state_file, LAYOUT, path="ucx", client_name="small staging")
+    client._ranks.door._size = 16 * LAYOUT.block_size
+    try:
+        client.write(puts(KEYS[:30]), budget_s=10)
+        client.read(KEYS[:1], budget_s=10).release()  # connects
+        began_s = time.monotonic()
+        with client.read(KEYS[:30], budget_s=4) as read:
+            assert 1 <= len(read.blocks) <= 16
+            assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[: len(read.blocks)]]
+        assert time.monotonic() - began_s < 1.0
+        assert client.counts().misses == {"full": 30 - len(read.blocks)}
+    finally:
+        client.close()
+    until(lambda: clean(pool.run_dir), 6, "nothing is left of the UCX client")
+
+
 def test_a_client_killed_with_leases_and_reservations_leaves_nothing(pool, client):
     client.write(puts(KEYS[:12]), budget_s=10)
     peer = subprocess.Popen(

@@ -27,6 +27,7 @@ from kvtool.pool import wire
 from kvtool.pool.access import Access
 from kvtool.pool.base import BlockView, Path, PoolCounts, Put, PutResult, Tier
 from kvtool.pool.link import RankSlow
+from kvtool.pool.memory import SlotMemory
 from kvtool.pool.putting import ANSWER_SHARE, Putting
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import Counting, Held, Placed, PoolRead
@@ -44,6 +45,8 @@ class _Part:
     """One rank's share of a batch: which keys, at which positions, and what came of it."""
 
     access: Access
+    memory: SlotMemory | None
+    """As it was when the call began: a rank that dies meanwhile is let go of by other threads."""
     positions: list[int] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
     request: int = 0
@@ -100,11 +103,12 @@ class PoolClient:
     def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> PoolRead:
         deadline_s = time.monotonic() + budget_s
         wait_s = budget_s * ANSWER_SHARE
+        answers_by_s = deadline_s - budget_s * (1 - ANSWER_SHARE) / 2  # time to fetch from those who do answer
         run = _Run(len(keys))
         parts = self._split(keys, run, deadline_s)
         self._ask(parts, Op.LOOKUP, lambda part: wire.pack_lookup(part.number, wait_s, part.keys), deadline_s)
         for part in parts:
-            part.found = self._answer(part, wire.unpack_found, deadline_s)
+            part.found = self._answer(part, wire.unpack_found, answers_by_s)
             count = len(part.found.hits) if part.found is not None else 0
             if count < len(part.keys):
                 cut = "absent" if part.found is None else _CUTS[part.found.cut]
@@ -181,7 +185,7 @@ class PoolClient:
                     if whole:
                         break
                     continue
-                part = parts[rank] = _Part(access, number=next(self._numbers))
+                part = parts[rank] = _Part(access, access.memory, number=next(self._numbers))
             part.positions.append(position)
             part.keys.append(keys[position])
         return list(parts.values())
@@ -226,17 +230,18 @@ class PoolClient:
         access = part.access
         release = functools.partial(access.link.tell, Op.RELEASE, wire.pack_numbers([part.number]))
         count = sum(position < run.cut for position in part.positions[: len(hits.hits)])
-        memory = access.memory
+        memory = part.memory
         if memory is not None:
             held = Held(part.sent_s + hits.term_s, time.monotonic, memory.generations, release)
             views: Sequence[memoryview] = [
                 memory.slot(slot, length).toreadonly() for slot, length, *_ in hits.hits[:count]
             ]
         else:
-            views, held = self._copy(part, hits, count, run, deadline_s)
+            copied = sum(view.path is Path.UCX for view, _ in found.values())
+            views, held = self._copy(part, hits, count, copied, run, deadline_s)
             release()
         helds.append(held)
-        path = access.path or Path.SHM
+        path = Path.UCX if memory is None else Path.SHM
         for position, key, view, hit in zip(part.positions, part.keys, views, hits.hits, strict=False):
             slot, _, generation, wanted, filed = hit
             if checksum(view, key) != wanted:
@@ -253,17 +258,23 @@ class PoolClient:
         return "corrupt"
 
     def _copy(
-        self, part: _Part, hits: Found, count: int, run: _Run, deadline_s: float
+        self, part: _Part, hits: Found, count: int, copied: int, run: _Run, deadline_s: float
     ) -> tuple[Sequence[memoryview], Held]:
-        """Blocks by UCX into staging, which is held until the read is released."""
+        """Blocks by UCX into staging, which is held until the read is released; `copied` of this read are in it."""
         access, door = part.access, self._ranks.door
         lapses_at_s = part.sent_s + hits.term_s
         nothing = Held(lapses_at_s, time.monotonic, None, lambda: None)
         if not count:
             return [], nothing
-        if count > door.blocks:
-            run.end(part.positions[door.blocks], "full")
-            count = door.blocks
+        if part.access.path is not Path.UCX:  # its memory was unmapped under us
+            run.end(part.positions[0], "rank_down")
+            return [], nothing
+        room = door.blocks - copied  # waiting for more would be waiting for ourselves
+        if count > room:
+            run.end(part.positions[room], "full")
+            count = room
+        if not count:
+            return [], nothing
         ranges = [(access.offset(slot), length) for slot, length, *_ in hits.hits[:count]]
         try:
             staged = door.reader.read(access.peer, ranges, deadline_s)

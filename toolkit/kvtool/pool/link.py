@@ -14,6 +14,7 @@ begun to write there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -119,6 +120,7 @@ class Link:
             RankDown, RankSlow: none came; a late one will be undone.
             Refused: the rank's own sentence.
         """
+        looked = False
         while True:
             with self._lock:
                 reply = self._replies.pop(number, None)
@@ -127,15 +129,16 @@ class Link:
                 if number not in self._asked:
                     raise RankDown(f"rank {self.state.rank} closed the connection")
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 and (looked or self._reading):
                     self._give_up(number)
                     raise RankSlow(f"rank {self.state.rank} gave no answer in time")
                 if self._reading:
                     self._arrived.wait(left_s)
                     continue
-                self._reading, sock = True, self._sock
+                self._reading, sock, splitter = True, self._sock, self._splitter
+                looked = left_s <= 0  # another rank took all the time; this one's answer may be here already
             try:
-                self._read(sock, left_s)
+                self._read(sock, splitter, left_s)
             finally:
                 with self._lock:
                     self._reading = False
@@ -257,8 +260,9 @@ class Link:
                     self._lost(sock)
                     raise RankDown(f"rank {self.state.rank} closed the connection") from None
 
-    def _read(self, sock: socket.socket | None, wait_s: float) -> None:
-        """Take in what there is, after waiting for it for `wait_s` at most. One thread at a time."""
+    def _read(self, sock: socket.socket | None, splitter: wire.Splitter, wait_s: float) -> None:
+        """Take in what there is, after waiting for it for `wait_s` at most. One thread at a time; `splitter` is that
+        of `sock`, which another thread may have replaced since."""
         if sock is None:
             return
         try:
@@ -268,7 +272,7 @@ class Link:
                 if not _wait(sock, select.POLLIN, wait_s):
                     return
                 data = sock.recv(_READ_SIZE)
-            messages = self._splitter.feed(data) if data else []
+            messages = splitter.feed(data) if data else []
         except BlockingIOError:
             return
         except (OSError, ProtocolError, ValueError):
@@ -309,9 +313,9 @@ class Link:
         with self._lock:
             if self._reading or self._sock is None:
                 return
-            self._reading, sock = True, self._sock
+            self._reading, sock, splitter = True, self._sock, self._splitter
         try:
-            self._read(sock, 0.0)
+            self._read(sock, splitter, 0.0)
         finally:
             with self._lock:
                 self._reading = False
@@ -339,6 +343,8 @@ class Link:
             if self._writers:
                 self._doomed.append(sock)
             else:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it, which close does not
                 sock.close()
             self._arrived.notify_all()
 

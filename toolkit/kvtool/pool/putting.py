@@ -18,11 +18,14 @@ from kvtool.pool import wire
 from kvtool.pool.access import Access
 from kvtool.pool.base import Outcome, Path, Put, PutResult
 from kvtool.pool.embedded import BATCH, refusal
+from kvtool.pool.memory import SlotMemory
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.wire import Op
 from kvtool.transfer.checksum import checksum
 
 ANSWER_SHARE = 0.8
+UCX_SETTLE_S = 2.0
+"""What was sent before a UCX transfer failed may still be in the rank's sockets for so long."""
 
 
 @dataclass
@@ -31,6 +34,8 @@ class _Part:
 
     access: Access
     path: Path
+    memory: SlotMemory | None
+    """As it was when the put began: a rank that dies meanwhile is let go of by other threads."""
     positions: list[int] = field(default_factory=list)
     request: int = 0
     granted: list[tuple[int, Granted]] = field(default_factory=list)
@@ -45,6 +50,7 @@ class Putting:
         self._ranks, self._door, self._layout = ranks, ranks.door, layout
         self._blocks, self._deadline_s = blocks, deadline_s
         self._results: list[PutResult | None] = [None] * len(blocks)
+        self._answers_by_s = deadline_s
 
     def run(self) -> list[PutResult]:
         self._door.look_after()
@@ -120,10 +126,16 @@ class Putting:
             return str(error)
         if path is None:
             return f"rank {access.state.rank}: neither shared memory nor UCX reaches it"
-        return _Part(access, path) if access.link.begin_writing() else down
+        memory = access.memory
+        if path is Path.SHM and memory is None:
+            return down
+        return _Part(access, path, memory) if access.link.begin_writing() else down
 
     def _reserve(self, parts: list[_Part]) -> None:
-        wait_s = max(0.0, (self._deadline_s - time.monotonic()) * ANSWER_SHARE)
+        now_s = time.monotonic()
+        left_s = max(0.0, self._deadline_s - now_s)
+        wait_s = left_s * ANSWER_SHARE
+        self._answers_by_s = now_s + left_s * (1 + ANSWER_SHARE) / 2  # time to write and commit to those who do answer
         for part in parts:
             wants = [self._want(position) for position in part.positions]
             try:
@@ -141,7 +153,7 @@ class Putting:
         if not part.request:
             return []
         try:
-            body = part.access.link.finish(part.request, self._deadline_s)
+            body = part.access.link.finish(part.request, self._answers_by_s)
             answers, why = wire.unpack_grants(body)
         except KvtoolError as error:
             self._ranks.lost()
@@ -160,7 +172,7 @@ class Putting:
 
     def _write(self, part: _Part) -> None:
         if part.path is Path.SHM:
-            memory = part.access.memory
+            memory = part.memory
             assert memory is not None
             for position, grant in part.granted:
                 block = self._blocks[position]
@@ -223,5 +235,6 @@ class Putting:
         """Give back what was reserved and not committed: `fill` raised, or a transfer failed."""
         aborts = [(grant.slot, grant.generation) for _, grant in part.granted]
         if aborts:
-            part.access.link.tell(Op.ABORT, wire.pack_aborts(0.0, aborts))
+            settle_s = UCX_SETTLE_S if part.path is Path.UCX else 0.0
+            part.access.link.tell(Op.ABORT, wire.pack_aborts(settle_s, aborts))
             self._fail([position for position, _ in part.granted], "the put was broken off")

@@ -104,7 +104,7 @@ class Service:
         if connection.ucx:
             transfers = message.op in (Op.LOOKUP, Op.RESERVE)
             term_s = max(self.store.leases.term_s, self.store.reserve_term_s) if transfers else UCX_SETTLE_S
-            self.ucx_wanted_until_s = now_s + term_s
+            self.want_ucx(now_s + term_s)
         handler(connection, message, now_s)
 
     def _hello(self, connection: Connection, message: Message) -> None:
@@ -126,7 +126,7 @@ class Service:
         connection.ucx = bool(hello.get("ucx"))
         self._names[connection.owner] = connection.name
         if connection.ucx:
-            self.ucx_wanted_until_s = time.monotonic() + UCX_SETTLE_S
+            self.want_ucx(time.monotonic() + UCX_SETTLE_S)
         peer = hello.get("peer")
         if isinstance(peer, int):
             connection.peer_rank = peer
@@ -140,11 +140,15 @@ class Service:
         self._puts = [waiting for waiting in self._puts if waiting.connection is not connection]
         settle_s = UCX_SETTLE_S if connection.ucx else 0.0
         if connection.ucx:
-            self.ucx_wanted_until_s = now_s + 2 * settle_s
+            self.want_ucx(now_s + 2 * settle_s)
         self.store.owner_gone(connection.owner, now_s, settle_s)
         self._moved(now_s)
         if all(line.owner != connection.owner for line in self.store.audit(now_s)):
             self._names.pop(connection.owner, None)
+
+    def want_ucx(self, until_s: float) -> None:
+        """Transfers may be under way until then; one client's end is not the end of another's."""
+        self.ucx_wanted_until_s = max(self.ucx_wanted_until_s, until_s)
 
     # Time and moves
 
@@ -173,7 +177,7 @@ class Service:
         """Something changed: carry out what the rules want, and answer who waited for it."""
         self.tiers.carry_out()
         for read in list(self._reads):
-            if read.connection.closed:
+            if read.connection.closed or read not in self._reads:  # an answer that cannot be sent comes back here
                 continue
             self.store.advance(read.reading, now_s)
             self.tiers.carry_out()
@@ -181,7 +185,7 @@ class Service:
                 self._reads = [waiting for waiting in self._reads if waiting is not read]
                 self._answer_read(read.connection, read.request, read.reading)
         for put in list(self._puts):
-            if put.connection.closed:
+            if put.connection.closed or put not in self._puts:
                 continue
             answers = self.store.reserve(put.connection.owner, put.wants, now_s)
             self.tiers.carry_out()
