@@ -110,7 +110,7 @@ def _measure(
     about = facts(["kvtool", *sys.argv[1:]], seed)  # before the load of measuring
     console.step(f"idle: CPU of every process over {idle_s:g} s")
     settle(deployed.id)
-    idle = watch(deployed.id, idle_s)
+    idle = watch(deployed.id, idle_s, [deployed.supervisor])
     console.step("one process: load the engine")
     alone = Alone(
         spec.engine, DecodeOptions(threads=spec.decode.threads, kv_blocks=spec.decode.kv_blocks), ignore_eos=True
@@ -157,7 +157,7 @@ def _cpu_of_a_stream(deployed: Deployed, prompt: str) -> dict[str, float]:
     """CPU milliseconds a token by process, over one stream from a short prompt."""
     from kvtool.measure.processes import Watch
 
-    with Watch(deployed.id) as watch:
+    with Watch(deployed.id, [deployed.supervisor]) as watch:
         answer = deployed(prompt, STREAM_TOKENS)
     return {
         f"{cost.name} ({cost.pid})": round(cost.cpu_s * 1e3 / len(answer.tokens), 3)

@@ -21,7 +21,8 @@ class Deployed:
 
     def __init__(self, run_dir: Path, *, ignore_eos: bool = False, timeout_s: float = 600.0) -> None:
         self.url = front_url(run_dir)
-        self.id = str((read_state(run_dir) or {}).get("deployment", ""))
+        state = read_state(run_dir) or {}
+        self.id, self.supervisor = str(state["deployment"]), int(state["supervisor"]["pid"])
         self.ignore_eos, self._timeout_s = ignore_eos, timeout_s
         self.usage: dict[str, Any] = {}
         """Of the last answer."""

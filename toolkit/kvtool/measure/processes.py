@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.triton.process import PROC, Process, marked
+from kvtool.triton.process import PROC, Process, look, marked
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 QUIET_SHARE = 0.10
@@ -33,25 +33,29 @@ def cpu_between(before: Iterable[Process], after: Iterable[Process]) -> dict[int
 
 
 class Watch:
-    """What each process of a deployment costs inside a `with` block; `costs`, by pid, is there afterwards."""
+    """What each process of a deployment costs inside a `with` block; `costs`, by pid, is there afterwards. `also`:
+    processes without the deployment's mark that belong to it, such as its supervisor."""
 
-    def __init__(self, deployment: str) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: str, also: Sequence[int] = ()) -> None:
+        self._deployment, self._also = deployment, also
         self.costs: list[Cost] = []
 
     def __enter__(self) -> Watch:
-        self._before = marked(self._deployment)
+        self._before = self._look()
         return self
 
     def __exit__(self, *_: object) -> None:
-        after = sorted(marked(self._deployment), key=lambda process: process.pid)
+        after = sorted(self._look(), key=lambda process: process.pid)
         used = cpu_between(self._before, after)
         self.costs = [Cost(p.pid, _called(p), used[p.pid], p.rss_size, _shared(p.pid)) for p in after]
 
+    def _look(self) -> list[Process]:
+        return [*marked(self._deployment), *(found for pid in self._also if (found := look(pid)) is not None)]
 
-def watch(deployment: str, seconds: float) -> list[Cost]:
+
+def watch(deployment: str, seconds: float, also: Sequence[int] = ()) -> list[Cost]:
     """What each process of the deployment costs over the next `seconds`. Blocks for that long."""
-    with Watch(deployment) as watched:
+    with Watch(deployment, also) as watched:
         time.sleep(seconds)
     return watched.costs
 
