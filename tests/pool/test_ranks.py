@@ -56,7 +56,11 @@ def until(true, within_s: float, what: str):
 
 
 def found(client: PoolClient, keys: list[bytes]) -> int:
-    with client.read(keys) as read:
+    return found_by(client, keys, 2.0)
+
+
+def found_by(client: PoolClient, keys: list[bytes], budget_s: float) -> int:
+    with client.read(keys, budget_s) as read:
         return len(read.blocks)
 
 
@@ -228,6 +232,32 @@ def test_a_read_larger_than_staging_is_cut_at_once_and_not_after_its_budget(pool
         assert client.counts().misses == {"full": 30 - len(read.blocks)}
     finally:
         client.close()
+    until(lambda: clean(pool.run_dir), 6, "nothing is left of the UCX client")
+
+
+def test_a_rank_that_hung_while_a_client_connected_by_ucx_is_reached_when_it_goes_on(pool, client, monkeypatch):
+    """A rank makes progress for UCX only when somebody spoke to it lately, so whoever tries again must speak."""
+    client.write(puts(KEYS[:12]), budget_s=10)
+    far = PoolClient(pool.state_file, LAYOUT, path="ucx", client_name="far")
+    reader = far._ranks.door.reader
+    connect = reader.connect
+
+    def hang(*arguments):
+        for pid in pool.rank_pids:
+            os.kill(pid, signal.SIGSTOP)
+        connect(*arguments)
+
+    monkeypatch.setattr(reader, "connect", hang)
+    try:
+        began_s = time.monotonic()
+        assert found_by(far, KEYS[:12], 0.3) == 0
+        monkeypatch.setattr(reader, "connect", connect)
+        until(lambda: time.monotonic() - began_s > 2.2, 3, "nobody has spoken to the ranks for long enough")
+    finally:
+        for pid in pool.rank_pids:
+            os.kill(pid, signal.SIGCONT)
+    until(lambda: found_by(far, KEYS[:12], 0.5) == 12, 4, "it is reached")
+    far.close()
     until(lambda: clean(pool.run_dir), 6, "nothing is left of the UCX client")
 
 

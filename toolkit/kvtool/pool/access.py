@@ -28,6 +28,8 @@ log = logging.getLogger("kvtool.pool")
 
 STAGING_SIZE = 128 * 2**20
 STAGING_BLOCKS_MIN = 16
+PREFAULT_MAX = 2**30
+"""Larger segments are mapped page by page as they are used: the first call has a budget too."""
 
 
 class UcxDoor:
@@ -112,8 +114,9 @@ class Access:
             return self.path
 
     def _open_shm(self) -> None:
+        size = self.state.segment_size
         try:
-            self._segment = Segment.attach(self.state.segment, writable=True, size=self.state.segment_size)
+            self._segment = Segment.attach(self.state.segment, writable=True, size=size, prefault=size <= PREFAULT_MAX)
         except KvtoolError as error:
             log.warning("no shared memory of rank %d why=%r", self.state.rank, str(error))
             return

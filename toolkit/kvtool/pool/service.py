@@ -24,6 +24,7 @@ from kvtool.pool.wire import Cut, Message, Op
 log = logging.getLogger("kvtool.pool")
 
 WAIT_MAX_S = 30.0
+SETTLE_MAX_S = 60.0
 UCX_SETTLE_S = 2.0
 """After a UCX client left, bytes that it sent before may still be in this rank's sockets for so long."""
 
@@ -245,7 +246,7 @@ class Service:
     def _abort(self, connection: Connection, message: Message, now_s: float) -> None:
         settle_s, aborts = wire.unpack_aborts(message.body)
         for slot, generation in aborts:
-            self.store.abort(connection.owner, slot, generation, now_s, max(0.0, settle_s))
+            self.store.abort(connection.owner, slot, generation, now_s, min(max(0.0, settle_s), SETTLE_MAX_S))
         self._moved(now_s)
 
     def _drop(self, connection: Connection, message: Message, now_s: float) -> None:

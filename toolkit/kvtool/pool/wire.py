@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -70,6 +71,7 @@ _CORRUPT = struct.Struct("<32sIQ")
 _NO_KEY = bytes(KEY_SIZE)
 
 Body = bytes | memoryview
+_Kind = TypeVar("_Kind", bound=IntEnum)
 
 
 def frame(op: Op, request: int, epoch: int, body: bytes = b"", status: Status = Status.OK) -> bytes:
@@ -146,6 +148,19 @@ def _records(what: str, record: struct.Struct, count: int, body: Body, at: int) 
     return memoryview(body)[at : at + count * record.size]
 
 
+def _one_of(kind: type[_Kind], value: int) -> _Kind:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ProtocolError(f"the peer sent {value} where a {kind.__name__} was expected") from None
+
+
+def _seconds(value: float) -> float:
+    if not math.isfinite(value):
+        raise ProtocolError(f"the peer sent {value} where a number of seconds was expected")
+    return value
+
+
 def _head(what: str, head: struct.Struct, body: Body) -> tuple[Any, ...]:
     if len(body) < head.size:
         raise ProtocolError(f"{what}: wanted at least {head.size} bytes, found {len(body)}")
@@ -206,7 +221,9 @@ def pack_found(term_s: float, cut: Cut, hits: Iterable[Hit]) -> bytes:
 
 def unpack_found(body: Body) -> Found:
     term_s, cut, count = _head("found", _FOUND, body)
-    return Found(term_s, Cut(cut), list(_HIT.iter_unpack(_records("found", _HIT, count, body, _FOUND.size))))
+    return Found(
+        _seconds(term_s), _one_of(Cut, cut), list(_HIT.iter_unpack(_records("found", _HIT, count, body, _FOUND.size)))
+    )
 
 
 # Reserve: (milliseconds it may wait, wants) -> (answers, the reason when something was full)
@@ -223,7 +240,7 @@ def unpack_wants(body: Body) -> tuple[float, list[Want]]:
     wait_ms, count = _head("reserve", _WAIT_COUNT, body)
     records = _records("reserve", _WANT, count, body, _WAIT_COUNT.size)
     return wait_ms / 1000, [
-        Want(key, size, None if parent == _NO_KEY else parent, None if transient_s < 0 else transient_s)
+        Want(key, size, None if parent == _NO_KEY else parent, None if _seconds(transient_s) < 0 else transient_s)
         for key, parent, size, transient_s in _WANT.iter_unpack(records)
     ]
 
@@ -236,7 +253,9 @@ def pack_grants(answers: Sequence[Granted], why: str) -> bytes:
 def unpack_grants(body: Body) -> tuple[list[Granted], str]:
     (count,) = _head("grants", _COUNT, body)
     records = _records("grants", _GRANT, count, body, _COUNT.size)
-    answers = [Granted(Grant(grant), slot, generation) for grant, slot, generation in _GRANT.iter_unpack(records)]
+    answers = [
+        Granted(_one_of(Grant, grant), slot, generation) for grant, slot, generation in _GRANT.iter_unpack(records)
+    ]
     return answers, bytes(body[_COUNT.size + len(records) :]).decode(errors="replace")
 
 
@@ -253,7 +272,7 @@ def unpack_commits(body: Body) -> list[tuple[int, int, int]]:
 
 
 def unpack_committed(body: Body) -> list[Commit]:
-    return [Commit(value) for value in bytes(body)]
+    return [_one_of(Commit, value) for value in bytes(body)]
 
 
 def pack_aborts(settle_s: float, aborts: Sequence[tuple[int, int]]) -> bytes:
@@ -265,7 +284,7 @@ def unpack_aborts(body: Body) -> tuple[float, list[tuple[int, int]]]:
     count, rest = divmod(len(body) - _SETTLED.size, _ABORT.size)
     if rest:
         raise ProtocolError(f"abort: wanted records of {_ABORT.size} bytes, found {len(body) - _SETTLED.size}")
-    return settle_s, list(_ABORT.iter_unpack(_records("abort", _ABORT, count, body, _SETTLED.size)))
+    return _seconds(settle_s), list(_ABORT.iter_unpack(_records("abort", _ABORT, count, body, _SETTLED.size)))
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:

@@ -1,0 +1,96 @@
+"""Slots are a hard cap with owners; keys are placed evenly and stay where they are when others leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvtool.kv.block import block_keys
+from kvtool.kv.evict import LeafLRU
+from kvtool.kv.placement import Member, Placement
+from kvtool.kv.slots import SlotAllocator
+
+KEYS = block_keys(b"s" * 32, np.arange(32 * 4000), 32)
+FOUR = [Member(rank, f"pool/{rank}") for rank in range(4)]
+
+
+def test_a_full_tier_gives_out_nothing_more():
+    slots = SlotAllocator(2)
+    assert {slots.take("a"), slots.take("b")} == {0, 1}
+    assert slots.take("c") is None and slots.free == 0 and slots.used == 2
+
+
+def test_giving_back_twice_is_our_own_bug():
+    slots = SlotAllocator(2)
+    slot = slots.take("a")
+    slots.give(slot)
+    with pytest.raises(AssertionError, match="is free already"):
+        slots.give(slot)
+
+
+def test_a_generation_is_never_seen_twice_in_a_slot():
+    rng, slots, seen, mine = Random(1), SlotAllocator(3), set(), []
+    for _ in range(200):
+        if mine and rng.random() < 0.5:
+            slots.give(mine.pop())
+        elif (slot := slots.take("x")) is not None:
+            assert (slot, slots.generation(slot)) not in seen
+            seen.add((slot, slots.generation(slot)))
+            mine.append(slot)
+        assert slots.used == len(mine)
+
+
+def test_placement_is_the_golden_one():
+    owners = Placement(1, FOUR).owners(block_keys(b"s" * 32, np.arange(32 * 24), 32))
+    assert owners == GOLDEN_OWNERS
+
+
+def test_batches_and_single_keys_agree_in_any_order_of_members():
+    placement, shuffled = Placement(1, FOUR), Placement(1, FOUR[::-1])
+    owners = placement.owners(KEYS[:500])
+    assert owners == [placement.owner(key) for key in KEYS[:500]] == shuffled.owners(KEYS[:500])
+
+
+def test_keys_spread_evenly_and_only_those_of_a_lost_rank_move():
+    before = Placement(1, FOUR).owners(KEYS)
+    assert all(900 < count < 1100 for count in Counter(before).values())
+    after = Placement(2, [member for member in FOUR if member.rank != 2]).owners(KEYS)
+    moved = [old for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {2} and len(moved) == before.count(2)
+
+
+def test_weights_are_shares_and_a_newcomer_without_weight_gets_nothing():
+    members = [Member(0, "a", 3.0), Member(1, "b", 1.0), Member(2, "c", 0.0)]
+    counts = Counter(Placement(1, members).owners(KEYS))
+    assert 2 not in counts and 0.72 < counts[0] / len(KEYS) < 0.78
+
+
+def test_without_a_live_rank_nobody_owns_anything():
+    assert Placement(1, []).owners(KEYS[:20]) == [None] * 20 and Placement(1, []).owner(KEYS[0]) is None
+
+
+def test_the_least_recently_used_goes_first_and_stale_offers_are_skipped():
+    touched = {b"a": 1, b"b": 2, b"c": 3}
+    order = LeafLRU(touched.get)
+    for key in touched:
+        order.offer(key)
+    touched[b"a"] = 4
+    order.offer(b"a")
+    del touched[b"b"]
+    assert [order.next(), order.next(), order.next()] == [b"c", b"a", None]
+
+
+def test_the_order_forgets_stale_offers_in_time():
+    touched = {b"a": 0}
+    order = LeafLRU(touched.get)
+    for use in range(10_000):
+        touched[b"a"] = use
+        order.offer(b"a")
+        order.rebuild(touched, 1)
+    assert len(order._heap) <= 261 and order.next() == b"a"
+
+
+GOLDEN_OWNERS = [2, 2, 0, 1, 3, 3, 3, 1, 1, 0, 1, 3, 2, 3, 0, 2, 0, 3, 1, 3, 1, 0, 0, 3]
