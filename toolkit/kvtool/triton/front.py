@@ -17,14 +17,16 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvtool.conductor.route import text_chain
 from kvtool.errors import Cancelled, DeadlinePassed, EngineFull, KvtoolError, Overloaded, RequestRefused, Unavailable
 from kvtool.triton import rpc
 from kvtool.triton.asked import Asked, Limits
-from kvtool.triton.peers import Peer, Peers, PeersFile
+from kvtool.triton.fleet import Fleet
+from kvtool.triton.peers import Peer, PeersFile
 from kvtool.triton.resume import Resume
 from kvtool.triton.usage import usage_fields
 from kvtool.triton.wire import Ask, Step
@@ -34,11 +36,27 @@ log = logging.getLogger(__name__)
 SERVERS_LOST_MAX = 3
 """Decode servers that one request may lose before it is given up: it may be what kills them."""
 _ALIVE = (Overloaded, EngineFull)
-_REST_S = 0.5
-"""Before an instance that failed a request is tried again under the same epoch."""
 _LOOK_S = 0.1
 _CANCEL_S = 2.0
 _POLL_S = 0.025
+
+
+class Links(Protocol):
+    """Calls to instances, as `rpc.Links` makes them; each raises Unavailable when the instance is gone."""
+
+    async def prefill(
+        self, peer: Peer, text: bytes, ask: Ask, timeout_s: float
+    ) -> tuple[tuple[int, ...], str, dict[str, Any]]: ...
+
+    async def tokenize(self, peer: Peer, text: bytes, ask: Ask, timeout_s: float) -> tuple[int, ...]: ...
+
+    def decode(
+        self, peer: Peer, tokens: tuple[int, ...], ask: Ask, handoff: str, timeout_s: float
+    ) -> AsyncGenerator[Step, None]: ...
+
+    async def operate(self, peer: Peer, op: dict[str, Any], timeout_s: float) -> str: ...
+
+    async def close(self) -> None: ...
 
 
 class Sink(Protocol):
@@ -68,9 +86,16 @@ class Flight:
     retries: int = 0
     first_token_s: float | None = None
     resume: Resume = field(default_factory=Resume)
-    rests: dict[tuple[str, int], float] = field(default_factory=dict)
     lost: set[tuple[str, int]] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.chain = text_chain(self.asked.text.decode())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A guess, before anyone counted: four characters a token."""
+        return len(self.asked.text) // 4 + 1
 
     @property
     def left_s(self) -> float:
@@ -84,11 +109,10 @@ class Flight:
 class Front:
     """See the module. `submit` and `status` may be called from any thread."""
 
-    def __init__(self, peers: PeersFile, limits: Limits) -> None:
-        self._peers, self._limits = peers, limits
-        self._links = rpc.Links()
+    def __init__(self, peers: PeersFile, limits: Limits, links: Links | None = None) -> None:
+        self._fleet, self._limits = Fleet(peers), limits
+        self._links = links or rpc.Links()
         self._flights: dict[str, Flight] = {}
-        self._loads: dict[str, int] = {}
         self._mean_s = 1.0
         self._totals = {"requests": 0, "failed": 0, "prompt_tokens": 0, "hit_tokens": 0, "completion_tokens": 0}
         self._background: set[asyncio.Future[Any]] = set()
@@ -96,7 +120,7 @@ class Front:
         self._busy = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="front", daemon=True)
         self._thread.start()
-        self._call(self._watch())
+        self._watching = self._call(self._watch())
 
     # From Triton's thread.
 
@@ -123,8 +147,7 @@ class Front:
             }
             for name, flight in list(self._flights.items())
         ]
-        loads = {name: load for name, load in self._loads.items() if load}
-        return {"in_flight": flights, "loads": loads, "totals": dict(self._totals)}
+        return {"in_flight": flights, "loads": self._fleet.loads(), "totals": dict(self._totals)}
 
     def close(self) -> None:
         """End every request with Unavailable, cancel what runs for them elsewhere, stop the thread."""
@@ -132,6 +155,8 @@ class Front:
             self._call(self._end()).result(_CANCEL_S + 3)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -187,7 +212,7 @@ class Front:
             log.exception("request failed request=%s", flight.asked.request_id)
             error = KvtoolError(f"{flight.asked.request_id}: the front failed: {type(bug).__name__}: {bug}")
         finally:
-            self._flights.pop(flight.asked.request_id, None)
+            self._forget(flight)
         total_s = time.monotonic() - flight.arrived_s
         self._totals["requests"] += 1
         self._totals["failed"] += error is not None
@@ -207,7 +232,7 @@ class Front:
         )
 
     async def _serve(self, flight: Flight) -> None:
-        peers = self._peers.read()
+        peers = self._fleet.peers()
         tokens: tuple[int, ...] = ()
         handoff = ""
         if peers.pool_up and peers.of("prefill"):
@@ -217,14 +242,14 @@ class Front:
             tokens = await self._tokenize(flight)
         flight.stage = "decode"
         while True:
-            peer = await self._choose("decode", flight)
+            peer = await self._choose(flight)
             flight.instances["decode"] = peer.name
             try:
                 await self._decode(flight, peer, tokens, handoff)
                 return
             except Unavailable as error:
                 self._lost(flight, peer, error)
-                if isinstance(error, _ALIVE) and len(self._peers.read().of("decode")) == 1:
+                if isinstance(error, _ALIVE) and len(self._fleet.peers().of("decode")) == 1:
                     raise
                 if len(flight.lost) >= SERVERS_LOST_MAX:
                     raise Unavailable(
@@ -235,14 +260,14 @@ class Front:
     async def _prefill(self, flight: Flight) -> tuple[tuple[int, ...], str]:
         """Tokens and hand-off; ((), "") when no prefill server could be had, which costs time and no answer."""
         for _ in range(2):
-            peer = self._free("prefill", flight, self._peers.read())
+            peer = self._fleet.choose("prefill", flight.chain)
             if peer is None:
                 break
             flight.instances["prefill"] = peer.name
             ask = flight.ask()
             flight.touched.append((peer, ask.request_id))
             try:
-                with self._load(peer):
+                with self._fleet.took(peer, flight.chain, flight.prompt_tokens, flight.left_s):
                     text = flight.asked.text
                     tokens, handoff, usage = await self._links.prefill(peer, text, ask, flight.left_s)
             except Unavailable as error:
@@ -256,9 +281,10 @@ class Front:
 
     async def _tokenize(self, flight: Flight) -> tuple[int, ...]:
         while True:
-            peer = await self._choose("decode", flight)
+            peer = await self._choose(flight)
             try:
-                return await self._links.tokenize(peer, flight.asked.text, flight.ask(), flight.left_s)
+                with self._fleet.took(peer, (), flight.prompt_tokens, flight.left_s):
+                    return await self._links.tokenize(peer, flight.asked.text, flight.ask(), flight.left_s)
             except Unavailable as error:
                 self._lost(flight, peer, error)
 
@@ -267,7 +293,7 @@ class Front:
         flight.touched.append((peer, ask.request_id))
         flight.resume.restart()
         steps = self._links.decode(peer, tokens, ask, handoff, flight.left_s)
-        with self._load(peer):
+        with self._fleet.took(peer, flight.chain, len(tokens) + ask.max_tokens, flight.left_s):
             async with contextlib.aclosing(steps):
                 async for step in steps:
                     if step.error is not None:
@@ -295,41 +321,30 @@ class Front:
             self._totals["prompt_tokens"] += usage["prompt_tokens"]
             self._totals["completion_tokens"] += usage["completion_tokens"]
             self._totals["hit_tokens"] += sum(usage["hit_tokens"].values())
+            self._forget(flight)  # a client may use the id again as soon as it has the last response
             flight.sink.step(Step(tokens, text, step.finish, usage))
         elif tokens or text:
             flight.sink.step(Step(tokens, text))
 
+    def _forget(self, flight: Flight) -> None:
+        if self._flights.get(flight.asked.request_id) is flight:
+            del self._flights[flight.asked.request_id]
+
     def _lost(self, flight: Flight, peer: Peer, error: KvtoolError) -> None:
         flight.retries += 1
-        flight.rests[peer.identity] = time.monotonic() + _REST_S
         if peer.role == "decode" and not isinstance(error, _ALIVE):
             flight.lost.add(peer.identity)
         log.warning("instance failed request=%s instance=%s error=%s", flight.asked.request_id, peer.name, error)
         if flight.touched and flight.touched[-1][0] == peer:
             self._spawn(self._cancel(*flight.touched[-1]))
 
-    # Which instance.
-
-    async def _choose(self, role: str, flight: Flight) -> Peer:
-        """The least loaded instance that may be tried now; waits for one until the deadline (in `_fly`) ends it."""
+    async def _choose(self, flight: Flight) -> Peer:
+        """A decode instance that may be tried now; waits for one until the deadline (in `_fly`) ends it."""
         while True:
-            peer = self._free(role, flight, self._peers.read())
+            peer = self._fleet.choose("decode", flight.chain)
             if peer is not None:
                 return peer
             await asyncio.sleep(_LOOK_S)
-
-    def _free(self, role: str, flight: Flight, peers: Peers) -> Peer | None:
-        now_s = time.monotonic()
-        able = [peer for peer in peers.of(role) if flight.rests.get(peer.identity, 0.0) <= now_s]
-        return min(able, key=lambda peer: (self._loads.get(peer.name, 0), peer.name), default=None)
-
-    @contextlib.contextmanager
-    def _load(self, peer: Peer) -> Any:
-        self._loads[peer.name] = self._loads.get(peer.name, 0) + 1
-        try:
-            yield
-        finally:
-            self._loads[peer.name] -= 1
 
     # Cancelling.
 
@@ -358,6 +373,7 @@ class Front:
         task.add_done_callback(self._background.discard)
 
     async def _end(self) -> None:
+        self._watching.cancel()
         for flight in list(self._flights.values()):
             if flight.task is not None:
                 flight.task.cancel()
