@@ -287,11 +287,28 @@ def test_a_callback_that_raises_stops_nobody(worker_of):
     assert worker.wait_idle(WAIT_S)
 
 
+class Stuck:
+    """A pool whose puts wait for `go_on`."""
+
+    def __init__(self, pool):
+        self.pool, self.go_on = pool, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.pool, name)
+
+    def write(self, blocks, budget_s=2.0):
+        assert self.go_on.wait(WAIT_S)
+        return self.pool.write(blocks, budget_s)
+
+
 def test_finished_turns_give_up_their_memory_to_a_new_request(worker_of):
-    pool, engine = embedded(), oracle(blocks=10)
-    worker = worker_of(engine, pool=pool)
+    """Puts are stuck, so finished turns stay; they must not keep others from being admitted."""
+    pool, engine = Stuck(embedded()), oracle(blocks=10)
+    worker = worker_of(engine, pool=pool, options=replace(DECODE, staging_blocks_max=1))
     for seed in range(6):
         assert submit(worker, Request(f"r{seed}", prompt(seed, 40), 30)).wait().tokens == alone(prompt(seed, 40), 30)
+    assert worker.status()["counts"]["backlog_dropped"] >= 4
+    pool.go_on.set()
     assert worker.wait_idle(WAIT_S)
     pool.close()
 

@@ -35,8 +35,8 @@ def test_a_fetch_may_take_a_fifth_of_recomputing_or_twice_what_it_needs():
     one = gate()
     assert one.fetch_budget_s(10) == 2.0 and one.match_budget_s(10) == 0.5
     one.compute_tokens_s.add(640, 1.0)
-    assert one.fetch_budget_s(10) == pytest.approx(0.1) and one.match_budget_s(10) == pytest.approx(0.1)
-    assert one.fetch_budget_s(1) == 0.05, "but never less than the floor"
+    assert one.fetch_budget_s(10) == one.match_budget_s(10) == 0.15, "never less than the floor"
+    assert one.fetch_budget_s(40) == one.match_budget_s(40) == pytest.approx(0.4)
     one.fetch_bytes_s.add(40 << 20, 1.0)
     assert one.fetch_budget_s(10) == pytest.approx(0.5)
     assert one.fetch_budget_s(10_000) == 2.0

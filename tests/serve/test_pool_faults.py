@@ -7,14 +7,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from serving import BLOCK, DECODE, LAYOUT, POOL, PREFILL, alone, embedded, oracle, prompt, serving
+from serving import BLOCK, DECODE, LAYOUT, POOL, PREFILL, Stream, alone, embedded, oracle, prompt, serving
 
 from kvtool.clock import WoundClock
 from kvtool.engine.oracle import OracleEngine
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Outcome, PoolCounts, PutResult
 from kvtool.pool.embedded import EmbeddedPool
-from kvtool.serve.request import Request
+from kvtool.serve.request import Finish, Request
 
 QUICK = replace(POOL, match_budget_s=0.03, fetch_budget_s=0.03, put_budget_s=0.03, breaker_rest_s=60.0)
 QUICK_PREFILL, QUICK_DECODE = replace(PREFILL, pool=QUICK), replace(DECODE, pool=QUICK)
@@ -56,7 +56,7 @@ class Faulty:
         if self.fault in ("raises", "dies at read"):
             raise ConnectionResetError("rank 1 is gone")
         if self.fault == "shuffles":
-            keys = [keys[-1], *keys[1:]]
+            keys = [*keys[1::-1], *keys[2:]]
         read = self.pool.read(keys, budget_s)
         return DyingRead(read, self.fault) if self.fault in ("dies mid-read", "none whole") else read
 
@@ -156,6 +156,48 @@ def test_a_read_that_never_returns_is_given_up_and_touches_nothing_later():
         house.settle()
         assert house.decode.status()["pool"]["pulls_abandoned"] == 1
     assert leases(pool) == []
+    pool.close()
+
+
+def test_blocks_that_are_being_imported_are_not_given_to_others():
+    """A cancel, even past the fetch's budget, waits for an import that has begun: its memory is still written to."""
+    clock, pool, tokens = WoundClock(), embedded(), prompt(1, 6 * BLOCK)
+    importing, go_on = threading.Event(), threading.Event()
+
+    class Held(OracleEngine):
+        def import_block(self, sequence, index, data):
+            importing.set()
+            assert go_on.wait(30)
+            super().import_block(sequence, index, data)
+
+    with serving(pool) as house:
+        house.ask(tokens)
+    with serving(pool, engines=lambda: Held(LAYOUT, blocks=8), clock=clock) as house:
+        stream = Stream()
+        house.decode.submit(Request("held", tokens, 4), stream)
+        assert importing.wait(30)
+        clock.wind(100.0)
+        assert house.decode.cancel("held")
+        assert not stream.ended.wait(0.1)
+        assert house.engines[1].blocks_free == 1
+        go_on.set()
+        assert stream.wait().last.finish is Finish.CANCELLED
+    pool.close()
+
+
+def test_a_pool_that_comes_for_bytes_after_its_put_ended_gets_none():
+    class Late(Faulty):
+        def write(self, blocks, budget_s=2.0):
+            self.late = [*getattr(self, "late", []), *blocks]
+            return [PutResult(Outcome.FAILED, reason="timeout")] * len(blocks)
+
+    pool = Late(embedded(), "")
+    with serving(pool) as house:
+        house.ask(prompt(1, 40))
+    assert pool.late
+    for put in pool.late:
+        with pytest.raises(RuntimeError, match="after its put had ended"):
+            put.fill(memoryview(bytearray(put.size)))
     pool.close()
 
 

@@ -141,9 +141,7 @@ class DecodeWorker(Worker[_Job]):
     def _turn(self, now_s: float) -> bool:
         with self._lock:
             jobs = list(self._jobs.values())
-        for job in jobs:
-            self._advance(job, now_s)
-        self._sweep()
+        self._advance_all(jobs, now_s)
         self._admit(jobs, now_s)
         running = [job for job in jobs if job.stage == "running"]
         if running:
@@ -196,7 +194,7 @@ class DecodeWorker(Worker[_Job]):
         job.stage = "filling"
         handoff = job.handoff
         empty = handoff is not None and handoff.blocks == 0 and handoff.tail == 0
-        if self._puller is not None and self._pool is not None and not empty and self._pool.alive():
+        if self._puller is not None and not empty:
             assert job.sequence is not None
             drop = job.keys.tail if handoff is not None else None
             job.task = self._puller.pull(job.id, job.sequence, job.keys.all, drop)
@@ -307,10 +305,6 @@ class DecodeWorker(Worker[_Job]):
             self._last(job, finish, step.tokens, step.context, step.cut_chars)
         self._retire(job)
 
-    def _stop(self, job: _Job, error: KvtoolError) -> None:
-        self._release(job)
-        self._end(job, error)
-
     # What a finished request leaves to its next turn.
 
     def _retire(self, job: _Job) -> None:
@@ -319,7 +313,7 @@ class DecodeWorker(Worker[_Job]):
         job.end = len(job.tokens) // self._block_tokens * self._block_tokens
         job.put_from = job.pulled_blocks
         wanted = self._options.canonicalise and job.end > job.put_from * self._block_tokens
-        if self._putter is None or self._pool is None or not wanted or not self._pool.alive():
+        if self._putter is None or not wanted or self._gate.rests(self._clock.now_s()):
             self._release(job)
             return
         job.at = min(len(job.request.tokens) - 1, job.end)

@@ -48,6 +48,10 @@ class FetchGate:
         self._rests_until_s = now_s + self._options.breaker_rest_s
         return True
 
+    def rests(self, now_s: float) -> bool:
+        """Whether the breaker is open; asks for no probe."""
+        return self._failures >= self._options.breaker_failures and now_s < self._rests_until_s
+
     def answered(self) -> None:
         self._failures = 0
 

@@ -22,7 +22,7 @@ class PoolOptions:
     put_budget_s: float = 2.0
     fetch_threads: int = 2
     fetch_slack: float = 0.2
-    fetch_floor_s: float = 0.05
+    fetch_floor_s: float = 0.15
     recompute_if_faster: bool = True
     breaker_failures: int = 3
     breaker_rest_s: float = 5.0

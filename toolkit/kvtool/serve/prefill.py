@@ -107,9 +107,7 @@ class PrefillWorker(Worker[_Job]):
     def _turn(self, now_s: float) -> bool:
         with self._lock:
             jobs = list(self._jobs.values())
-        for job in jobs:
-            self._advance(job, now_s)
-        self._sweep()
+        self._advance_all(jobs, now_s)
         self._admit(jobs, now_s)
         chosen = next_chunk((job for job in jobs if job.stage == "computing"), now_s)
         if chosen is not None:
@@ -229,10 +227,6 @@ class PrefillWorker(Worker[_Job]):
             if job.puts_done < job.puts_sent:
                 return
         self._done(job)
-
-    def _stop(self, job: _Job, error: KvtoolError) -> None:
-        self._release(job)
-        self._end(job, error)
 
     # The end of a request, on any thread.
 

@@ -135,15 +135,17 @@ class Puller:
         return True
 
     def _match(self, task: Task, keys: Sequence[BlockKey], budget_s: float, then: Callable[[Task], None]) -> None:
-        if self._pool.alive():
+        if self._reachable():
             task.matched = min(max(self._pool.match(keys, budget_s), 0), len(keys))
-        self._judge(task, budget_s, task.matched > 0)
+            self._judge(task, budget_s, task.matched > 0)
         if task.commit():
             then(task)
 
     def _pull(
         self, task: Task, sequence: SequenceKV, keys: Sequence[BlockKey], budget_s: float, drop: BlockKey | None
     ) -> None:
+        if not self._reachable():
+            return
         began_at_s = self._clock.now_s()
         with self._pool.read(keys, budget_s) as read:
             self._judge(task, budget_s, len(read.blocks) > 0)
@@ -170,6 +172,13 @@ class Puller:
                 return index
             self._engine.import_block(sequence, index, view.data)
         return len(read.blocks)
+
+    def _reachable(self) -> bool:
+        """In a pull thread, since it may probe a rank."""
+        alive = self._pool.alive()
+        if not alive:
+            self._gate.failed(self._clock.now_s())
+        return alive
 
     def _judge(self, task: Task, budget_s: float, got: bool) -> None:
         """Tell the gate: nothing had after the whole budget is a wait in vain; anything else is an answer."""

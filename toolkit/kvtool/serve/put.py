@@ -131,6 +131,9 @@ class Putter:
         if not self._gate.passes(began_at_s):
             return [PutResult(Outcome.FAILED, reason="the pool rests after waits in vain")] * len(puts)
         try:
+            if not self._pool.alive():
+                self._gate.failed(began_at_s)
+                return [PutResult(Outcome.FAILED, reason="no rank answers")] * len(puts)
             results = self._pool.write(puts, budget_s)
         except Exception as error:  # the pool promises not to raise; a broken promise is a failed put
             log.warning("put failed blocks=%d error=%r", len(puts), error)

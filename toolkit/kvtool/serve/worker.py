@@ -114,6 +114,10 @@ class Worker(ABC, Generic[J]):
         """One bounded piece of work on the engine's thread; False when there is nothing to do right now."""
 
     @abstractmethod
+    def _advance(self, job: J, now_s: float) -> None:
+        """Move one request on where that costs next to nothing: its end, its pull, its stage."""
+
+    @abstractmethod
     def _end(self, job: J, error: KvtoolError) -> None:
         """Give the request its error, through `_claim`. Any thread."""
 
@@ -264,12 +268,21 @@ class Worker(ABC, Generic[J]):
         if sequence is not None:
             self._engine.close(sequence)
 
-    def _sweep(self) -> None:
-        """Release what ended requests still hold. They release it themselves; this is for an end from outside, such as
-        `close` losing patience with a computation."""
+    def _advance_all(self, jobs: list[J], now_s: float) -> None:
+        """A fault of ours in one request's handling ends that request and no other. What ended requests still hold is
+        released: they do that themselves, unless they were ended from outside, as by a `close` that lost patience."""
+        for job in jobs:
+            try:
+                self._advance(job, now_s)
+            except Exception as error:
+                self._stop(job, self._engine_error(job, "handling the request", error))
         for job in list(self._holders.values()):
             if job.finished and not self._keeps(job):
                 self._release(job)
+
+    def _stop(self, job: J, error: KvtoolError) -> None:
+        self._release(job)
+        self._end(job, error)
 
     def _keeps(self, job: J) -> bool:
         """Whether an ended request may hold its sequence yet."""
