@@ -124,12 +124,12 @@ def build(
             f"{source}: wanted a Hugging Face directory, a GGUF file or a recipe ({', '.join(recipe_names())}), "
             "found nothing of that name"
         )
-    path = recipe.source() if recipe else Path(source)
-    name = name or (recipe.name if recipe else _name_of(path))
+    name = name or (recipe.name if recipe else _name_of(Path(source)))
     target = target or (recipe.target if recipe else "torch")
     block_tokens = block_tokens or (recipe.block_tokens if recipe else 32)
     out = (out or Path("build") / name).absolute()
     made = builder(target)
+    path = recipe.source() if recipe else Path(source)
     tell("reading the checkpoint", 0, 0)
     checkpoint = open_checkpoint(path)
     made.check(checkpoint, block_tokens)

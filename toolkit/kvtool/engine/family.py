@@ -20,6 +20,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
 }
 
+LAYERS_MAX = 4096
+"""Beyond any model; keeps a damaged config from listing billions of tensors."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -125,10 +128,13 @@ def read_family(raw: dict[str, Any], where: str) -> Family:
             f"{kv_heads} and {head_dim}"
         )
     _refuse_unknown(config, architecture)
+    layers = config.count("num_hidden_layers")
+    if layers > LAYERS_MAX:
+        raise config.refuse(f"num_hidden_layers: wanted at most {LAYERS_MAX}, found {layers}")
     theta, scaling = _rope(config)
     return Family(
         architecture=architecture,
-        layers=config.count("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         intermediate=config.count("intermediate_size"),
         heads=heads,

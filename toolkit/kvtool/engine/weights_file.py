@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -33,7 +34,8 @@ class TensorPlan:
 
 
 class SafetensorsWriter:
-    """Writes `plans`, in their order, to `path`. Use as: for plan in writer.plans: writer.write(tensor)."""
+    """Writes `plans`, in their order, to `path`. Use as a context manager, and write one tensor for each of
+    `writer.plans`."""
 
     def __init__(self, path: Path, plans: Iterable[TensorPlan]) -> None:
         self.plans = sorted(plans, key=lambda plan: -plan.dtype.itemsize)
@@ -58,6 +60,11 @@ class SafetensorsWriter:
         self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._next += 1
 
-    def close(self) -> None:
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
-        assert self._next == len(self.plans)
+        assert kind is not None or self._next == len(self.plans)

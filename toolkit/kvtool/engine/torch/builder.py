@@ -56,15 +56,15 @@ def _write_json(path: Path, table: dict[str, object]) -> None:
 
 def _write_weights(checkpoint: Checkpoint, path: Path, progress: Progress) -> None:
     plans = [TensorPlan(name, torch.bfloat16, shape) for name, shape in checkpoint.family.tensors().items()]
-    writer, done, total = SafetensorsWriter(path, plans), 0, sum(plan.size for plan in plans)
-    for plan in writer.plans:
-        tensor = checkpoint.tensors[plan.name]()
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointRefused(f"{checkpoint.source}: tensor {plan.name} holds values that are not finite")
-        writer.write(tensor.to(torch.bfloat16))
-        done += plan.size
-        progress("writing bfloat16 weights", done, total)
-    writer.close()
+    done, total = 0, sum(plan.size for plan in plans)
+    with SafetensorsWriter(path, plans) as writer:
+        for plan in writer.plans:
+            tensor = checkpoint.tensors[plan.name]()
+            if not bool(torch.isfinite(tensor).all()):
+                raise CheckpointRefused(f"{checkpoint.source}: tensor {plan.name} holds values that are not finite")
+            writer.write(tensor.to(torch.bfloat16))
+            done += plan.size
+            progress("writing bfloat16 weights", done, total)
 
 
 def _write_codes(checkpoint: Checkpoint, linears: list[str], path: Path, progress: Progress) -> None:
@@ -76,15 +76,15 @@ def _write_codes(checkpoint: Checkpoint, linears: list[str], path: Path, progres
             TensorPlan(f"{name}.offset", torch.float16, (rows, columns // GROUP)),
             TensorPlan(f"{name}.codes", torch.uint8, (rows, columns // 2)),
         ]
-    writer, done, total = SafetensorsWriter(path, plans), 0, sum(plan.size for plan in plans)
-    for plan in writer.plans:
-        name, _, part = plan.name.rpartition(".")
-        codes = checkpoint.codes[name]()
-        if part == "codes":
-            raw = np.ascontiguousarray(codes.codes)
-            writer.write(torch.from_numpy(raw[:, 0::2] | (raw[:, 1::2] << 4)))
-        else:
-            writer.write(torch.from_numpy(codes.scale if part == "scale" else codes.offset).to(torch.float16))
-        done += plan.size
-        progress("writing 4-bit codes", done, total)
-    writer.close()
+    done, total = 0, sum(plan.size for plan in plans)
+    with SafetensorsWriter(path, plans) as writer:
+        for plan in writer.plans:
+            name, _, part = plan.name.rpartition(".")
+            codes = checkpoint.codes[name]()
+            if part == "codes":
+                raw = np.ascontiguousarray(codes.codes)
+                writer.write(torch.from_numpy(raw[:, 0::2] | (raw[:, 1::2] << 4)))
+            else:
+                writer.write(torch.from_numpy(codes.scale if part == "scale" else codes.offset).to(torch.float16))
+            done += plan.size
+            progress("writing 4-bit codes", done, total)

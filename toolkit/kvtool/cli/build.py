@@ -1,0 +1,57 @@
+"""`kvtool build`: turn a checkpoint into an engine directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtool.cli.console import done, err, print_json
+from kvtool.units import show_size
+
+
+def build(
+    source: Annotated[
+        str, typer.Argument(help="A recipe's name (smollm2-135m), a Hugging Face directory, or a GGUF file.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The engine directory.", show_default="./build/NAME")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Its name.", show_default="from the source")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="torch, or tensorrt_llm.", show_default="the recipe's, else torch")
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a KV block.", show_default="the recipe's, else 32")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace another engine that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Turn a checkpoint into an engine directory. Doing it again does nothing."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    from kvtool.engine.build import build as build_engine
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=err(), transient=True) as bars:
+        rows: dict[str, TaskID] = {}
+
+        def show(what: str, amount: int, total: int) -> None:
+            if what not in rows:
+                rows[what] = bars.add_task(what, total=total or None)
+            bars.update(rows[what], completed=amount)
+
+        result = build_engine(
+            source, out, name=name, target=target, block_tokens=block_tokens, force=force, progress=show
+        )
+    manifest = result.manifest
+    if as_json:
+        print_json({"directory": str(result.directory), "built": result.built, **manifest.model_dump()})
+        return
+    size = show_size(sum(manifest.files.values()))
+    if result.built:
+        done(f"{manifest.name}: {manifest.architecture} for {manifest.target}, {size}, in {result.seconds:.1f} s")
+    else:
+        done(f"{manifest.name}: already built from these inputs, nothing to do")
+    typer.echo(str(result.directory))
