@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ from blocks import KEYS, LAYOUT, payload, puts
 from kvtool.kv.record import Grant, Want
 from kvtool.pool import wire
 from kvtool.pool.client import PoolClient
+from kvtool.pool.state import read_state
 
 
 def over_ucx(state_file: Path) -> dict:
@@ -38,6 +41,32 @@ def over_ucx(state_file: Path) -> dict:
     }
 
 
+def hung_write(state_file: Path) -> dict:
+    """A write by UCX during which every rank stops for a while; goes on reading until somebody kills us."""
+    pool = PoolClient(state_file, LAYOUT, path="ucx", client_name="hung writer")
+    pool.read(KEYS[:12], budget_s=20).release()
+    reader, pids = pool._ranks.door.reader, [rank.pid for rank in read_state(state_file).ranks]
+    write = reader.write
+
+    def stop_and_write(*arguments) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        write(*arguments)
+
+    reader.write = stop_and_write
+    outcomes = {
+        result.outcome.value for result in pool.write(puts([b"late" + key[4:] for key in KEYS[:8]]), budget_s=0.5)
+    }
+    reader.write = write
+    held = reader.staging.held
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    print(json.dumps({"outcomes": sorted(outcomes), "held": held}), flush=True)
+    while not threading.Event().wait(0.05):
+        pool.read(KEYS[:1], budget_s=0.2).release()
+    return {}
+
+
 def holding(state_file: Path) -> dict:
     """Leases and reservations, held until somebody kills us."""
     pool = PoolClient(state_file, LAYOUT, client_name="holder")
@@ -54,4 +83,7 @@ def holding(state_file: Path) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"ucx": over_ucx, "hold": holding}[sys.argv[1]](Path(sys.argv[2]))), flush=True)
+    print(
+        json.dumps({"ucx": over_ucx, "hold": holding, "hung_write": hung_write}[sys.argv[1]](Path(sys.argv[2]))),
+        flush=True,
+    )

@@ -261,6 +261,27 @@ def test_a_rank_that_hung_while_a_client_connected_by_ucx_is_reached_when_it_goe
     until(lambda: clean(pool.run_dir), 6, "nothing is left of the UCX client")
 
 
+def test_slots_of_a_write_that_was_given_up_come_back_when_its_rank_goes_on(pool, client):
+    """Over TCP, where a stopped rank takes no bytes; the writer lives on, so his connection's end is not the reason."""
+    client.write(puts(KEYS[:12]), budget_s=10)
+    peer = subprocess.Popen(
+        [sys.executable, HERE / "peer.py", "hung_write", pool.state_file],
+        stdout=subprocess.PIPE, env={**os.environ, "UCX_TLS": "tcp,self"},
+    )  # fmt: skip
+    try:
+        said = json.loads(peer.stdout.readline())
+        assert said["outcomes"] == ["failed"] and said["held"] >= 1
+        kinds = lambda: {kind for _, kind in held(pool.run_dir)}  # noqa: E731
+        until(lambda: not kinds() & {"reservation", "quarantine"}, 8, "the slots are given back")
+        assert peer.poll() is None
+    finally:
+        for pid in pool.rank_pids:
+            os.kill(pid, signal.SIGCONT)
+        peer.kill()
+        peer.communicate(timeout=5)
+    until(lambda: clean(pool.run_dir), 6, "nothing is left of the writer")
+
+
 def test_a_client_killed_with_leases_and_reservations_leaves_nothing(pool, client):
     client.write(puts(KEYS[:12]), budget_s=10)
     peer = subprocess.Popen(

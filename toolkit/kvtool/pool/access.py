@@ -10,15 +10,17 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Path
 from kvtool.pool.link import Link
 from kvtool.pool.memory import SlotMemory, slot_offset
 from kvtool.pool.state import RankState
+from kvtool.pool.wire import Op, pack_aborts
 from kvtool.transfer.segment import Segment
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtool.pool")
 
+UCX_SETTLE_S = 2.0
+"""What was sent before a UCX transfer failed may still be in the rank's sockets for so long."""
 STAGING_SIZE = 128 * 2**20
 STAGING_BLOCKS_MIN = 16
 PREFAULT_MAX = 2**30
@@ -40,7 +44,7 @@ class UcxDoor:
         self._size = max(staging_size, STAGING_BLOCKS_MIN * layout.block_size)
         self._lock = threading.Lock()
         self._reader: UcxReader | None = None
-        self._abandoned: list[Link] = []
+        self._abandoned: list[tuple[Link, list[tuple[int, int]]]] = []
 
     @property
     def reader(self) -> UcxReader:
@@ -60,18 +64,26 @@ class UcxDoor:
         """How many blocks one transfer may have."""
         return self.reader.staging.slots
 
-    def abandon(self, link: Link) -> None:
-        """A write to the rank behind `link` may still be under way: its connection must outlive it."""
+    def abandon(self, link: Link, reserved: list[tuple[int, int]]) -> None:
+        """A write into the slots `reserved` (slot, generation) of the rank behind `link` may still be under way: the
+        connection must outlive it, and the slots are given back when it is over."""
         with self._lock:
-            self._abandoned.append(link)
+            self._abandoned.append((link, reserved))
 
     def look_after(self) -> None:
-        """Let go of links whose abandoned writes are over."""
-        if self._abandoned and self._reader is not None and not self._reader.progress():
+        """Let go of links and slots whose abandoned writes are over."""
+        with self._lock:
+            waiting, self._abandoned = self._abandoned, []
+            reader = self._reader
+        if not waiting:
+            return
+        if reader is not None and reader.progress():
             with self._lock:
-                links, self._abandoned = self._abandoned, []
-            for link in links:
-                link.end_writing()
+                self._abandoned += waiting
+            return
+        for link, reserved in waiting:
+            link.tell(Op.ABORT, pack_aborts(UCX_SETTLE_S, reserved))
+            link.end_writing()
 
     def close(self) -> None:
         with self._lock:
@@ -106,12 +118,16 @@ class Access:
         """
         if self.path is Path.SHM or (self.path is Path.UCX and self._door.reader.connected(self.peer)):
             return self.path
-        with self._lock:
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise Unavailable(f"rank {self.state.rank} is being connected to and does not answer")
+        try:
             if self.link.ucx:
                 return self._open_ucx(deadline_s)
             if self.path is None and self._wanted in ("auto", "shm"):
                 self._open_shm()
             return self.path
+        finally:
+            self._lock.release()
 
     def _open_shm(self) -> None:
         size = self.state.segment_size
@@ -126,7 +142,7 @@ class Access:
     def _open_ucx(self, deadline_s: float) -> Path | None:
         if not self.state.ucx_metadata:
             return None
-        self.link.connect(deadline_s)  # the rank makes progress for those who said hello
+        self.link.call(Op.PING, b"", deadline_s)  # the rank makes progress for those whom it heard of lately
         reader = self._door.reader
         reader.connect(self.peer, bytes.fromhex(self.state.ucx_metadata), deadline_s)
         self.path = Path.UCX

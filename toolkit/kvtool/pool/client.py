@@ -262,6 +262,7 @@ class PoolClient:
     ) -> tuple[Sequence[memoryview], Held]:
         """Blocks by UCX into staging, which is held until the read is released; `copied` of this read are in it."""
         access, door = part.access, self._ranks.door
+        door.look_after()
         lapses_at_s = part.sent_s + hits.term_s
         nothing = Held(lapses_at_s, time.monotonic, None, lambda: None)
         if not count:

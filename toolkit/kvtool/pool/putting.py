@@ -15,7 +15,7 @@ from kvtool.errors import KvtoolError
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Commit, Grant, Granted, Want
 from kvtool.pool import wire
-from kvtool.pool.access import Access
+from kvtool.pool.access import UCX_SETTLE_S, Access
 from kvtool.pool.base import Outcome, Path, Put, PutResult
 from kvtool.pool.embedded import BATCH, refusal
 from kvtool.pool.memory import SlotMemory
@@ -24,8 +24,6 @@ from kvtool.pool.wire import Op
 from kvtool.transfer.checksum import checksum
 
 ANSWER_SHARE = 0.8
-UCX_SETTLE_S = 2.0
-"""What was sent before a UCX transfer failed may still be in the rank's sockets for so long."""
 
 
 @dataclass
@@ -208,8 +206,9 @@ class Putting:
                 self._fail([position for position, _ in part.granted], str(error))
                 if not isinstance(error, PeerDead):  # it may still be written: neither abort nor hang up
                     done = {slot for slot, _, _ in part.commits}
+                    reserved = [(g.slot, g.generation) for _, g in part.granted if g.slot not in done]
                     part.granted = [(p, g) for p, g in part.granted if g.slot in done]
-                    self._door.abandon(part.access.link)
+                    self._door.abandon(part.access.link, reserved)
                     part.writing = False
                 return False
         part.commits += [(g.slot, g.generation, sum_) for (_, g), sum_ in zip(granted, sums, strict=True)]
