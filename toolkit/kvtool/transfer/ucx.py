@@ -279,6 +279,8 @@ class UcxReader:
         local = [(base + slot * step, size, 0) for slot, (_, size) in zip(slots, ranges, strict=True)]
         remote = [(peer.address + offset, size, 0) for offset, size in ranges]
         handle, began_s = None, time.monotonic()
+        if began_s >= deadline_s:
+            raise PeerHung(f"peer {peer_id}: no time was left for a {operation}; nothing was sent")
         try:
             with self._lock:
                 self._require_usable(peer_id, peer)
