@@ -5,6 +5,7 @@ The real model on this machine's own kernels, at the thread count that deploymen
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_chunks_do_not_change_kv(smollm2: TorchEngine, cold: list[torch.Tensor],
 def test_random_chunks_do_not_change_kv(smollm2: TorchEngine, cold: list[torch.Tensor]) -> None:
     cuts = [0, *sorted(Random(5).sample(range(1, COUNT), 5)), COUNT]
     sequence = smollm2.open(COUNT)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         smollm2.prefill(sequence, TOKENS, start, end)
     found = kv(smollm2, sequence, COUNT)
     smollm2.close(sequence)
