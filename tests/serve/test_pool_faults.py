@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
 from serving import BLOCK, DECODE, LAYOUT, POOL, PREFILL, Stream, alone, embedded, oracle, prompt, serving
@@ -141,6 +142,56 @@ def test_answers_are_right_whatever_the_pool_does(fault):
     pool.close()
 
 
+class Chaotic(Faulty):
+    """Another fault, or none, at every call."""
+
+    def __init__(self, pool: EmbeddedPool, seed: int) -> None:
+        self.random = Random(seed)
+        super().__init__(pool, "")
+
+    @property
+    def fault(self):
+        return self.random.choice([*FAULTS, "", "", "", "", "", ""])
+
+    @fault.setter
+    def fault(self, value):
+        assert value == ""
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.filterwarnings("ignore")
+def test_concurrent_requests_in_chaos_all_get_their_own_right_answer(seed):
+    """Every call to the pool may fail in its own way, blocks are evicted, two tenants share prompts."""
+    random = Random(seed)
+    prompts = [(*prompt(random.randrange(3), 8 * random.randrange(1, 9)), *prompt(i, i % 11 + 1)) for i in range(12)]
+    expected = {tokens: alone(tokens, 12) for tokens in set(prompts)}
+    pool = embedded(40)
+    chaos = Chaotic(pool, seed)
+    quick = replace(QUICK, breaker_rest_s=0.01)
+    with serving(
+        chaos,
+        prefill=replace(PREFILL, pool=quick, staging_blocks_max=8),
+        decode=replace(DECODE, pool=quick, staging_blocks_max=8),
+        engines=lambda: oracle(60),
+    ) as house:
+        streams = []
+        for number, tokens in enumerate(prompts * 3):
+            request = Request(f"c{number}", tokens, 12, salt=f"tenant-{number % 2}")
+            stream = Stream()
+            streams.append((tokens, stream))
+
+            def then(done, request=request, stream=stream):
+                assert done.error is None
+                house.decode.submit(request, stream, done.handoff)
+
+            house.prefill.submit(request, then)
+        for tokens, stream in streams:
+            assert stream.wait().tokens == expected[tokens]
+            assert stream.last.finish is Finish.LENGTH
+    assert leases(pool) == []
+    pool.close()
+
+
 def test_a_read_that_never_returns_is_given_up_and_touches_nothing_later():
     tokens, pool = prompt(1, 100), embedded()
     expected = alone(tokens)
@@ -251,12 +302,29 @@ def test_a_pool_smaller_than_a_prompt_is_of_some_use_and_no_harm():
     pool.close()
 
 
-def test_prefill_without_staging_room_hands_off_what_it_could():
+def test_little_staging_room_is_waited_for_while_the_pool_takes_blocks():
     tokens, pool = prompt(1, 12 * BLOCK + 4), embedded()
     with serving(pool, prefill=replace(PREFILL, staging_blocks_max=2)) as house:
         done = house.prefilled(Request("s", tokens, 4))
-        assert done.handoff is not None and done.handoff.blocks < 12
+        assert (done.handoff.blocks, done.handoff.tail) == (12, 4)
+    pool.close()
+
+
+def test_a_put_that_hangs_ends_the_handoff_after_its_budget():
+    tokens, pool = prompt(1, 12 * BLOCK + 4), Faulty(embedded(), "")
+    write = pool.write
+
+    def hang(blocks, budget_s=2.0):
+        assert pool.let_go.wait(30)
+        return write(blocks, budget_s)
+
+    pool.write = hang
+    with serving(pool, prefill=replace(QUICK_PREFILL, staging_blocks_max=2)) as house:
+        done = house.prefilled(Request("s", tokens, 4))
+        assert done.error is None and done.handoff.blocks == 0
+        assert house.engines[0].blocks_free == house.engines[0].blocks_total, "no KV memory waits for the pool"
         assert house.decoded(Request("s", tokens, 4), done.handoff).tokens == alone(tokens, 4)
+        pool.let_go.set()
     pool.close()
 
 

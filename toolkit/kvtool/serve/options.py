@@ -31,7 +31,7 @@ class PoolOptions:
 @dataclass(frozen=True)
 class PrefillOptions:
     """`active_max`: requests that hold KV blocks at once and take turns at chunk boundaries. `staging_blocks_max`:
-    blocks that are computed and wait for the pool; beyond it they are not put (the decode instance recomputes them).
+    blocks copied out for the pool and not yet written; a prompt keeps its KV memory until all of its blocks are.
     `tail_transient_s`: how long the pool keeps a hand-off's trailing partial block. `tail_to_decode`: when the trailing
     partial block is all that is missing, leave it to the decode instance, which needs the prefix anyway."""
 

@@ -32,7 +32,7 @@ OnDone = Callable[[PrefillDone], None]
 
 
 class _Job(Job):
-    """Stages: looking -> waiting -> pulling -> computing -> putting; a job in none of them is new or over."""
+    """Stages: new -> looking -> waiting -> pulling -> computing -> staging -> putting -> over."""
 
     def __init__(self, request: Request, done: OnDone, keys: PromptKeys, now_s: float) -> None:
         super().__init__(request, now_s)
@@ -45,7 +45,8 @@ class _Job(Job):
         self.puts_sent = self.puts_done = 0
         self.stored: dict[int, int] = {}  # first index of a batch -> blocks of it that are in the pool
         self.new_blocks = 0
-        self.put_until_s = 0.0
+        self.put_from = 0  # the next block to stage
+        self.put_until_s: float | None = None
         self.usage = Usage(prompt_tokens=len(request.tokens))
         self.end = keys.end
 
@@ -133,7 +134,9 @@ class PrefillWorker(Worker[_Job]):
             job.task, job.stage = None, "waiting"
         elif job.stage == "pulling":
             self._pulled(job)
-        elif stage == "putting" and now_s >= job.put_until_s:
+        elif stage == "staging":
+            self._computed(job, now_s)
+        elif stage == "putting" and job.put_until_s is not None and now_s >= job.put_until_s:
             self._done(job)
 
     def _looked(self, job: _Job, task: Task) -> None:
@@ -176,38 +179,38 @@ class PrefillWorker(Worker[_Job]):
         for tier in pulled.by_tier[: job.hit_blocks]:
             job.hit_tokens[tier] = job.hit_tokens.get(tier, 0) + self._block_tokens
         job.usage.path_bytes, job.usage.seconds["fetch"] = pulled.path_bytes, pulled.seconds
+        job.put_from = pulled.blocks
         if job.left == 0:
-            self._computed(job)
+            self._computed(job, self._clock.now_s())
 
     def _chunk(self, job: _Job) -> None:
-        first = job.at
         try:
             seconds = self._compute(job, job.request.tokens, self._chunk_end(job, self._options.chunk_tokens))
             job.usage.seconds["prefill"] = job.usage.seconds.get("prefill", 0.0) + seconds
-            self._put(job, first)
+            self._put(job)
         except Exception as error:
             self._stop(job, self._engine_error(job, "prefill", error))
             return
         if job.left == 0:
-            self._computed(job)
+            self._computed(job, self._clock.now_s())
 
-    def _put(self, job: _Job, first: int) -> None:
-        """Stage what the chunk from `first` on made whole, and behind the last chunk the trailing partial block."""
-        if self._putter is None or job.sequence is None or job.finished:
-            return
-        keys, start = job.keys, first // self._block_tokens
-        batch = Staged(job.id, self._clock.now_s())
-        for index in range(start, job.at // self._block_tokens):
-            if not self._putter.stage(batch, job.sequence, index, keys.keys[index], keys.parent(index)):
-                break
-        else:
-            if job.left == 0 and keys.tail is not None:
-                index, transient_s = len(keys.keys), self._options.tail_transient_s
-                self._putter.stage(batch, job.sequence, index, keys.tail, keys.parent(index), transient_s)
-        if not batch.puts:
-            return
-        job.puts_sent += 1
-        self._putter.send(batch, lambda batch: self._stored(job, start, batch))
+    def _put(self, job: _Job) -> bool:
+        """Stage what is whole and not yet on its way, and at the end the trailing partial block. False: there is no
+        room now for all of it."""
+        if self._putter is None or job.sequence is None:
+            return True
+        keys = job.keys
+        ready = job.at // self._block_tokens if job.left else len(keys.all)
+        start, end = job.put_from, min(ready, job.put_from + self._putter.room)
+        if end > start:
+            batch = Staged(job.id, self._clock.now_s())
+            for index in range(start, end):
+                transient_s = self._options.tail_transient_s if index == len(keys.keys) else None
+                self._putter.stage(batch, job.sequence, index, keys.all[index], keys.parent(index), transient_s)
+            job.put_from = end
+            job.puts_sent += 1
+            self._putter.send(batch, lambda batch: self._stored(job, start, batch))
+        return end == ready
 
     def _stored(self, job: _Job, start: int, batch: Staged) -> None:
         """In the put thread."""
@@ -216,13 +219,19 @@ class PrefillWorker(Worker[_Job]):
             job.new_blocks += sum(result.outcome.value == "stored" for result in batch.results)
             job.puts_done += 1
             last = job.stage == "putting" and job.puts_done == job.puts_sent
+        self._wake.set()
         if last:
             self._done(job)
 
-    def _computed(self, job: _Job) -> None:
+    def _computed(self, job: _Job, now_s: float) -> None:
+        """All is there. Keep the memory until all is staged, but no longer than a put may take."""
+        if job.put_until_s is None:
+            job.put_until_s = now_s + self._options.pool.put_budget_s
+        if not self._put(job) and now_s < job.put_until_s and not self._gate.rests(now_s):
+            job.stage = "staging"
+            return
         self._release(job)
         with self._lock:
-            job.put_until_s = self._clock.now_s() + self._options.pool.put_budget_s
             job.stage = "putting"
             if job.puts_done < job.puts_sent:
                 return
