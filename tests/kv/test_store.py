@@ -98,7 +98,7 @@ def test_what_is_leased_stays_and_probing_does_not_keep_anything():
     assert store.reserve(1, [Want(C, 10)], 0.0)[0].grant is Grant.GRANTED
     assert store.match([A]) == 1 and store.match([B]) == 0
     assert store.reserve(2, [Want(D, 10)], 0.5)[0].grant is Grant.FULL
-    assert "1 under leases, 1 reserved" in store.why_full()
+    assert "1 under leases, 1 reserved" in store.why_full() and store.match([A]) == 1
     store.tick(1.0)
     assert store.reserve(2, [Want(D, 10)], 1.0)[0].grant is Grant.GRANTED, "the lease lapsed"
 

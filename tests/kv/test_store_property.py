@@ -30,7 +30,8 @@ class Machine:
         self.writers: list[tuple[int, int, int, bytes, float]] = []  # owner, slot, generation, key, deadline
         self.readings: list[tuple[float, object]] = []
         self.number = 0
-        self.hits = self.promoted_hits = 0
+        self.hits = self.promoted_hits = self.evictions = 0
+        self.before: tuple[set[bytes], int, int] = (set(), 0, 0)
 
     def act(self) -> None:
         for action in self.store.take_actions():
@@ -119,10 +120,22 @@ class Machine:
             if state in (State.COMMITTED, State.DEMOTING):
                 assert self.memory[entry.slot] == (key, entry.generation)
 
+    def check_leaf_first(self) -> None:
+        """What was evicted, and not dropped, expired or found corrupt, had no resident child."""
+        counts, resident = self.store.counts, set(self.store.resident())
+        others = counts.dropped + counts.expired + counts.corrupt + counts.promote_failed
+        before, others_before, evicted_before = self.before
+        if counts.evicted > evicted_before and others == others_before:
+            gone = before - resident
+            parents = {self.store._index[key].parent for key in resident & before}
+            assert not gone & parents, "a block went before its child"
+            self.evictions += len(gone)
+        self.before = resident, others, counts.evicted
+
     def step(self) -> None:
         rng = self.rng
         match rng.choice(
-            ["put", "put", "end", "end", "read", "read", "release", "move", "move", "time", "drop", "die"]
+            ["put", "put", "end", "end", "read", "read", "release", "move", "move", "time", "drop", "die", "corrupt"]
         ):
             case "put":
                 self.put(rng.randrange(3))
@@ -142,11 +155,16 @@ class Machine:
                 self.store.tick(self.now_s)
             case "drop":
                 self.store.drop([rng.choice(KEYS)], self.now_s)
+            case "corrupt" if self.leased and rng.random() < 0.3:
+                _, held = self.leased[rng.choice(list(self.leased))]
+                for slot, generation in held[:1]:
+                    self.store.corrupt(self.headers[slot].key, slot, generation, self.now_s)
             case "die" if rng.random() < 0.2:
                 self.leave(rng.randrange(3))
         self.act()
         self.answer_reads()
         self.check()
+        self.check_leaf_first()
 
     def leave(self, owner: int) -> None:
         self.writers = [writer for writer in self.writers if writer[0] != owner]
@@ -181,5 +199,6 @@ def test_the_random_machine_reaches_hits_in_both_tiers():
     for _ in range(3000):
         machine.step()
     assert machine.hits > 200 and machine.promoted_hits > 20
+    assert machine.evictions > 0
     counts = machine.store.counts
     assert min(counts.demoted, counts.evicted + counts.promote_failed, counts.timed_out, counts.leases_lapsed) > 0

@@ -77,6 +77,13 @@ def test_a_read_that_outlived_its_lease_is_not_whole(pool, clock):
     assert pool.audit() == []
 
 
+def test_a_view_in_place_is_whole_no_more_once_its_slot_has_another_generation(pool):
+    pool.write(puts(KEYS[:4]))
+    with pool.read(KEYS[:4]) as read:
+        pool._memory.generations[pool._store._index[KEYS[2]].slot] += 1
+        assert read.whole() == 2
+
+
 def test_too_large_a_block_is_refused_with_both_sizes(pool):
     (result,) = pool.write([Put(KEYS[0], LAYOUT.block_size + 1, lambda room: None)])
     assert result.outcome is Outcome.REFUSED

@@ -28,7 +28,7 @@ class Lease:
     read: ReadId
     granted_at_s: float
     lapses_at_s: float
-    slots: list[int] = field(default_factory=list)
+    slots: set[int] = field(default_factory=set)
 
 
 class LeaseTable:
@@ -60,9 +60,10 @@ class LeaseTable:
         return read in self._leases
 
     def cover(self, lease: Lease, slot: int) -> None:
-        """Let a lease that nobody was told of yet hold one more slot."""
-        lease.slots.append(slot)
-        self._readers[slot] = self._readers.get(slot, 0) + 1
+        """Let a lease that nobody was told of yet hold one more slot; again is a no-op."""
+        if slot not in lease.slots:
+            lease.slots.add(slot)
+            self._readers[slot] = self._readers.get(slot, 0) + 1
 
     def answered(self, lease: Lease, now_s: float) -> None:
         """The reader is told now: one term from here on, not from when he would have stopped waiting."""

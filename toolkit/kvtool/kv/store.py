@@ -159,11 +159,14 @@ class Store(Room):
     def advance(self, reading: Reading, now_s: float) -> None:
         """Go on with a read as far as possible."""
         reading.stalled = False
-        rest = [self._index.get(key) for key in reading.keys[len(reading.hits) :]]
-        rest = rest[: next((at for at, e in enumerate(rest) if e is None or e.state is State.RESERVED), len(rest))]
-        self._free_up(sum(entry is not None and entry.state is State.FILED for entry in rest), now_s)
+        rest = self._resident_run(reading.keys[len(reading.hits) :])
         for entry in rest:
-            assert entry is not None
+            if entry.slot >= 0:  # before anything is evicted for the others
+                self.leases.cover(reading.lease, entry.slot)
+        self._free_up(sum(entry.state is State.FILED for entry in rest), now_s)
+        for entry in rest:
+            if self._index.get(entry.key) is not entry:
+                break  # it went from its file, for one of the others
             filed = entry.state in (State.FILED, State.PROMOTING)
             if entry.state is State.FILED and not self._promote(entry, now_s):
                 reading.stalled = self.demoting > 0
@@ -177,6 +180,15 @@ class Store(Room):
             reading.hits.append(
                 Hit(entry.key, entry.slot, entry.generation, entry.length, entry.checksum, filed, not moving, entry)
             )
+
+    def _resident_run(self, keys: Sequence[BlockKey]) -> list[Entry]:
+        run = []
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is None or entry.state is State.RESERVED:
+                break
+            run.append(entry)
+        return run
 
     def finish_read(self, reading: Reading, now_s: float) -> list[Hit]:
         """The leading run of a read, now that it is answered, whole or cut short by its time limit."""
