@@ -5,15 +5,12 @@ is missing recomputed between decode steps (by the prefill path, in chunks, with
 the batch by feeding its last prompt token at position n - 1. A lost block is thereby a slow request and nothing else.
 Without a pool the same path computes everything: one process, the same tokens.
 
-When a request has finished, its generated tokens' KV is computed again by the prefill path, since only canonical KV may
-go to the pool, and its whole blocks are put there for the conversation's next turn. That work has the lowest priority
-and is dropped as soon as a new request wants the memory.
+What happens after the last token, for the conversation's next turn, is in `serve.backlog`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -23,26 +20,20 @@ from kvtool.clock import Clock
 from kvtool.engine.base import DecodeStep, Engine
 from kvtool.engine.sampling import sample
 from kvtool.errors import Cancelled, EngineFull, KvtoolError, RequestRefused
-from kvtool.kv.block import block_keys
 from kvtool.pool.base import Pool
+from kvtool.serve.backlog import BacklogWorker, FinishedJob
 from kvtool.serve.check import capacity_tokens, check_room
 from kvtool.serve.gate import Mean
 from kvtool.serve.handoff import Handoff
 from kvtool.serve.keys import PromptKeys, prompt_keys
 from kvtool.serve.options import DecodeOptions
-from kvtool.serve.pull import Task
-from kvtool.serve.put import Staged
 from kvtool.serve.request import Event, Finish, OnEvent, Request, Usage
 from kvtool.serve.text import Decoder, Step, TextStream
 from kvtool.serve.turns import Share, admission_order, next_chunk
-from kvtool.serve.worker import Job, Worker
-
-_STAGE_BLOCKS = 16
-"""Blocks of a finished request that are staged in one go."""
 
 
-class _Job(Job):
-    """Stages: waiting -> pulling -> filling -> running -> over; and over with memory: in the backlog."""
+class _Job(FinishedJob):
+    """Stages: waiting -> pulling -> filling -> running -> over."""
 
     def __init__(
         self,
@@ -53,16 +44,12 @@ class _Job(Job):
         text: TextStream,
         now_s: float,
     ) -> None:
-        super().__init__(request, now_s)
-        self.on_event, self.handoff, self.keys, self.text = on_event, handoff, keys, text
+        super().__init__(request, keys, now_s)
+        self.on_event, self.handoff, self.text = on_event, handoff, text
         self.stage = "waiting"
-        self.task: Task | None = None
         self.end = len(request.tokens) - 1  # [0, end) must be there before the first step
         self.generated: list[int] = []
         self.sent = 0
-        self.pulled_blocks = 0
-        self.tokens: tuple[int, ...] = request.tokens
-        self.put_from = 0  # the next block to stage, once finished
         self.usage = Usage(prompt_tokens=len(request.tokens))
 
     @property
@@ -75,7 +62,7 @@ class _Job(Job):
         return self.generated[-1] if self.generated else self.request.tokens[-1]
 
 
-class DecodeWorker(Worker[_Job]):
+class DecodeWorker(BacklogWorker[_Job]):
     """See the module. `tokenizer` None: no stop strings, and nothing is held back."""
 
     role = "decode"
@@ -93,22 +80,9 @@ class DecodeWorker(Worker[_Job]):
     ) -> None:
         self._options = options or DecodeOptions()
         self._tokenizer = tokenizer
-        self._filling, self._canonicalising = (
-            Share(self._options.recompute_share),
-            Share(self._options.canonicalise_share),
-        )
-        self._backlog: deque[_Job] = deque()
+        self._filling = Share(self._options.recompute_share)
         self._step_rate = Mean()
-        super().__init__(
-            engine,
-            pool,
-            namespace,
-            self._options.pool,
-            queue_max=self._options.queue_max,
-            staging_blocks_max=self._options.staging_blocks_max,
-            clock=clock,
-            close_pool=close_pool,
-        )
+        super().__init__(engine, pool, namespace, self._options, clock=clock, close_pool=close_pool)
         self._thread.start()
 
     def submit(self, request: Request, on_event: OnEvent, handoff: Handoff | None = None) -> None:
@@ -185,10 +159,8 @@ class DecodeWorker(Worker[_Job]):
                 self._open(job, capacity_tokens(job.request, self._engine), now_s)
                 return True
             except EngineFull:
-                if not self._backlog:
+                if not self._drop_oldest():
                     return False
-                self._release(self._backlog.popleft())
-                self._count("backlog_dropped")
 
     def _start(self, job: _Job, now_s: float) -> None:
         job.stage = "filling"
@@ -303,61 +275,7 @@ class DecodeWorker(Worker[_Job]):
     def _finish(self, job: _Job, finish: Finish, step: Step) -> None:
         if self._claim(job, finish.value):
             self._last(job, finish, step.tokens, step.context, step.cut_chars)
-        self._retire(job)
-
-    # What a finished request leaves to its next turn.
-
-    def _retire(self, job: _Job) -> None:
-        """Keep the sequence for a while if it has blocks that the pool may not know, else give it back."""
-        job.tokens = (*job.request.tokens, *job.generated)
-        job.end = len(job.tokens) // self._block_tokens * self._block_tokens
-        job.put_from = job.pulled_blocks
-        wanted = self._options.canonicalise and job.end > job.put_from * self._block_tokens
-        if self._putter is None or not wanted or self._gate.rests(self._clock.now_s()):
-            self._release(job)
-            return
-        job.at = min(len(job.request.tokens) - 1, job.end)
-        self._backlog.append(job)
-        if len(self._backlog) > self._options.backlog_max:
-            self._release(self._backlog.popleft())
-            self._count("backlog_dropped")
-
-    def _tidy(self) -> bool:
-        """One chunk of work for the oldest finished request: compute canonical KV, or stage blocks for the pool."""
-        if not self._backlog or not self._canonicalising.may_run():
-            return False
-        job, began_s = self._backlog[0], time.perf_counter()
-        try:
-            over = False
-            if job.left > 0:
-                self._compute(job, job.tokens, self._chunk_end(job, self._options.chunk_tokens))
-            elif self._putter is not None and self._putter.room == 0:
-                return False  # come again when the put thread has given staging back
-            else:
-                over = self._stage(job)
-        except Exception as error:  # nobody waits for this answer: forget it
-            self._engine_error(job, "canonicalising", error)
-            self._count("backlog_failed")
-            over = True
-        if over:
-            self._backlog.popleft()
-            self._release(job)
-        self._canonicalising.spent(time.perf_counter() - began_s)
-        return True
-
-    def _stage(self, job: _Job) -> bool:
-        """Stage the next blocks for which there is room. True: all are on their way."""
-        assert self._putter is not None and job.sequence is not None
-        whole = job.end // self._block_tokens
-        count = min(_STAGE_BLOCKS, whole - job.put_from, self._putter.room)
-        keys = block_keys(job.keys.seed, job.tokens[: job.end], self._block_tokens)
-        batch = Staged(job.id, self._clock.now_s())
-        for index in range(job.put_from, job.put_from + count):
-            self._putter.stage(batch, job.sequence, index, keys[index], keys[index - 1] if index else None)
-        job.put_from += count
-        self._putter.send(batch, lambda batch: self._wake.set())
-        self._count("turn_blocks_put", count)
-        return job.put_from == whole
+        self._retire(job, job.generated)
 
     # The end of a request, on any thread.
 
@@ -380,9 +298,6 @@ class DecodeWorker(Worker[_Job]):
         job.usage.completion_tokens = len(job.generated)
         job.usage.seconds["total"] = self._clock.now_s() - job.arrived_at_s
         self._send(job, Event(job.id, job.sent, tokens, context, cut_chars, finish, job.usage, error))
-
-    def _keeps(self, job: _Job) -> bool:
-        return job in self._backlog
 
     def _queued(self) -> int:
         return sum(job.stage == "waiting" for job in self._jobs.values())

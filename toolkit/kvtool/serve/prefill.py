@@ -38,7 +38,6 @@ class _Job(Job):
         super().__init__(request, now_s)
         self.done, self.keys = done, keys
         self.stage = "new"
-        self.task: Task | None = None
         self.resident = 0  # leading keys that the pool said it has
         self.hit_blocks = 0
         self.hit_tokens: dict[str, int] = {}

@@ -22,7 +22,7 @@ from kvtool.pool.base import Pool
 from kvtool.serve.check import check_request
 from kvtool.serve.gate import FetchGate, Mean
 from kvtool.serve.options import PoolOptions
-from kvtool.serve.pull import Puller
+from kvtool.serve.pull import Puller, Task
 from kvtool.serve.put import Putter
 from kvtool.serve.request import Request
 
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.02
 _IDLE_S = 1.0
+_IMPORT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Job:
         self.cancelled = self.finished = False
         self.sequence: SequenceKV | None = None
         self.sequence_at_s = now_s
+        self.task: Task | None = None
+        """Its call to the pool that runs now."""
         self.at = self.end = 0
         """Canonical KV of [0, at) is there; [at, end) is to be computed."""
 
@@ -352,6 +355,8 @@ class Worker(ABC, Generic[J]):
         for job in left:
             self._end(job, self._closed_error(job.id))
         for job in list(self._holders.values()):
+            if job.task is not None and not job.task.abandon():
+                job.task.done.wait(_IMPORT_S)  # its memory is being written to
             self._release(job)
         with self._quiet:
             self._quiet.notify_all()
