@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -363,6 +365,26 @@ def test_a_stranger_without_the_key_is_turned_away(pool, client, tmp_path):
     assert stranger.match(KEYS[:1]) == 0 and not stranger.alive()
     stranger.close()
     assert pool.state_file.stat().st_mode & 0o777 == 0o600 and pool.run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_who_does_not_introduce_himself_or_talks_nonsense_is_hung_up_on(pool, client):
+    path = read_state(pool.state_file).ranks[0].unix
+    for said in (b"", b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n" * 4):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(10)
+            sock.connect(path)
+            sock.sendall(said)
+            while sock.recv(4096):
+                pass  # the greeting, perhaps a refusal, then the end
+    assert client.alive() and clean(pool.run_dir)
+
+
+def test_ranks_whose_run_directory_is_gone_end_by_themselves(tmp_path):
+    handle = start_pool(PoolConfig(LAYOUT, ranks=1, dram_size=room_for(4), file_size=0, ucx=False), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    until(lambda: all(started_at(pid) is None for pid in handle.rank_pids), 5, "the ranks end")
+    assert list(SHM.glob(f"{handle.prefix}*")) == []
+    until(lambda: os.waitpid(handle.pid, os.WNOHANG)[0], 5, "so does mpiexec")
 
 
 def test_a_killed_rank_is_a_miss_within_a_second_and_a_restarted_pool_is_found(tmp_path):

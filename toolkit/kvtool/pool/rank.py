@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvtool.pool")
 
 TICK_S = 0.2
+SWEEP_S = 2.0
 UCX_PROGRESS_S = 0.001
 
 
@@ -56,6 +57,7 @@ class Rank:
         slots = SlotMemory.slots_in(config.dram_size, size)
         file_slots = file_slots_in(config.file_size, size)
         self.segment = Segment.create(f"{config.prefix}-{self.rank}", SlotMemory.size(slots, size))
+        self._swept_s = 0.0
         self.ucx: UcxOwner | None = None
         self.files: BlockFile | None = None
         self._file_path = Path(config.file_dir) / f"{config.prefix}-{self.rank}.blocks"
@@ -161,6 +163,12 @@ class Rank:
         service_due_s = self.service.tick(now_s)
         if service_due_s is not None:
             due_s = min(due_s, service_due_s)
+        if now_s - self._swept_s >= SWEEP_S:
+            self._swept_s = now_s
+            self.service.turn_away(self.loop.connections.values(), now_s)
+            if not Path(self.config.run_dir).is_dir():  # nobody can find or stop this pool any more
+                log.warning("rank stops, its run directory is gone rank=%d", self.rank)
+                self._stop(0, None)
         sleep_s = min(TICK_S, due_s - now_s)
         if self.ucx is not None and now_s < self.service.ucx_wanted_until_s:
             self.ucx.progress()

@@ -10,7 +10,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ log = logging.getLogger("kvtool.pool")
 
 WAIT_MAX_S = 30.0
 SETTLE_MAX_S = 60.0
+HELLO_MAX_S = 5.0
+NAMES_MAX = 4096
 UCX_SETTLE_S = 2.0
 """After a UCX client left, bytes that it sent before may still be in this rank's sockets for so long."""
 
@@ -144,8 +146,14 @@ class Service:
             self.want_ucx(now_s + 2 * settle_s)
         self.store.owner_gone(connection.owner, now_s, settle_s)
         self._moved(now_s)
-        if all(line.owner != connection.owner for line in self.store.audit(now_s)):
-            self._names.pop(connection.owner, None)
+        while len(self._names) > NAMES_MAX:  # the audit may still name those who left lately
+            del self._names[next(iter(self._names))]
+
+    def turn_away(self, connections: Iterable[Connection], now_s: float) -> None:
+        """Hang up on those who connected and did not say who they are."""
+        for connection in list(connections):
+            if not connection.admitted and now_s - connection.heard_s > HELLO_MAX_S:
+                connection.loop.close(connection, "it did not introduce itself")
 
     def want_ucx(self, until_s: float) -> None:
         """Transfers may be under way until then; one client's end is not the end of another's."""
