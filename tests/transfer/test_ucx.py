@@ -6,6 +6,7 @@ settings when it is imported.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from kvtool.transfer.staging import StagingExhausted
 from kvtool.transfer.ucx import PeerDead, PeerHung, UcxOwner, UcxReader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ucx_owner import pattern
+from ucx_owner import pattern, serve
 
 pytestmark = pytest.mark.real
 KIB, MIB = 2**10, 2**20
@@ -33,29 +34,36 @@ SIZE = 16 * MIB
 OVER_TCP = os.environ.get("UCX_TLS") == "tcp,self"
 
 
+# Owners are forked from a process that has imported everything: importing NIXL takes longer than most of these tests.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["numpy", "kvtool.transfer.ucx", "nixl_cu13._api"])
+
+
 class Owner:
     def __init__(self, name: str, seed: int) -> None:
-        script = str(Path(__file__).parent / "ucx_owner.py")
-        self.process = subprocess.Popen(
-            [sys.executable, script, name, str(SIZE), str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        nixl.load()  # its settings are inherited
+        self._link, link = FORKS.Pipe()
+        self.process = FORKS.Process(target=serve, args=(name, SIZE, seed, link), daemon=True)
+        self.process.start()
+        link.close()
         self.bytes = pattern(SIZE, seed)
-        assert self.process.stdout is not None
-        self.metadata = bytes.fromhex(self.process.stdout.readline().decode())
+        assert self._link.poll(30), "the owner did not start"
+        self.metadata = self._link.recv_bytes()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
-            self.process.wait(5)
+            self.process.join(5)
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-        try:
-            self.process.communicate(timeout=5)  # closes its stdin
-        except subprocess.TimeoutExpired:
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+        self._link.close()
+        self.process.join(5)
+        if self.process.is_alive():
             self.process.kill()
-            self.process.communicate(timeout=5)
+            self.process.join(5)
 
 
 def within(seconds: float) -> float:
@@ -371,6 +379,6 @@ def test_without_nixl_the_error_has_the_line_that_installs_it(monkeypatch):
 def test_all_of_this_holds_over_tcp_too():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "byte_exact or owner", __file__],
-        env={**os.environ, "UCX_TLS": "tcp,self"}, capture_output=True, text=True, timeout=180,
+        env={**os.environ, "UCX_TLS": "tcp,self"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

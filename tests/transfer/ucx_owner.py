@@ -1,12 +1,8 @@
-"""An owner of memory in a process of its own: `python ucx_owner.py NAME SIZE SEED`, prints its metadata in hex.
-
-Byte i is (i * 31 + i // 257 + SEED) % 256. It serves until stdin closes.
-"""
+"""An owner of memory in a process of its own: byte i is (i * 31 + i // 257 + seed) % 256."""
 
 from __future__ import annotations
 
-import select
-import sys
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -18,15 +14,10 @@ def pattern(size: int, seed: int) -> np.ndarray:
     return ((at * 31 + at // 257 + seed) % 256).astype(np.uint8)
 
 
-def main() -> None:
-    name, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    memory = pattern(size, seed)
-    owner = UcxOwner(name, memoryview(memory))
-    print(owner.metadata().hex(), flush=True)
-    while not select.select([sys.stdin], [], [], 0.001)[0]:
+def serve(name: str, size: int, seed: int, link: Connection) -> None:
+    """Say where the memory is, and serve until the other end of `link` closes."""
+    owner = UcxOwner(name, memoryview(pattern(size, seed)))
+    link.send_bytes(owner.metadata())
+    while not link.poll(0.001):
         owner.progress()
     owner.close()
-
-
-if __name__ == "__main__":
-    main()
