@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.errors import RequestRefused
+from kvtool.errors import RequestRefused, Unavailable
 from kvtool.triton import process
 from kvtool.triton.client import operate, stream
 from kvtool.triton.peers import FILE as PEERS_FILE
@@ -212,6 +212,19 @@ def test_requests_are_answered_while_the_prefill_server_is_dead(deployment):
     _until("prefill is noticed", lambda: deployment.server("prefill-0")["restarts"] >= 1, 30)
     deployment.serving()
     assert deployment.ask()[2]["instances"].get("prefill") == "prefill-0"
+
+
+def test_a_dead_front_comes_back_on_its_ports_and_nothing_runs_on_for_it(deployment):
+    pieces = stream(deployment.url, PROMPT, max_tokens=2000, ignore_eos=True, timeout_s=60)
+    next(pieces)
+    os.kill(deployment.server("front-0")["stubs"][0], signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        for _ in pieces:
+            pass
+    _until("the front is noticed", lambda: deployment.server("front-0")["restarts"] == 1, 30)
+    deployment.serving()
+    _until("nothing is held", lambda: not deployment.held(), 30)
+    assert len(deployment.ask()[0]) == 8 and front_url(deployment.run_dir) == deployment.url
 
 
 def test_requests_are_answered_while_the_pool_is_dead_and_it_comes_back(deployment):

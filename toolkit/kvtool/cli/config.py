@@ -69,19 +69,19 @@ def commented(engine: str) -> str:
     """Every key with its description; what has a default is there as a comment, ready to be changed."""
     import yaml
 
-    lines = ["# A kvtool deployment. Keys that are commented out have the default shown.", ""]
+    lines = ["# A kvtool deployment. Keys behind a # have the default shown; take the # away to change them.", ""]
     for name, field in Spec.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            lines += ["", f"# {field.description}", f"# {name}:"]
+            lines += ["", f"# {field.description}", f"#{name}:"]
             inner = kind.model_fields.items()
-            lines += [f"#   {key}: {_default(part.default)}  # {part.description}" for key, part in inner]
+            lines += [f"#  {key}: {_default(part.default)}  # {part.description}" for key, part in inner]
         elif name == "engine":
             lines.append(f"engine: {yaml.safe_dump(engine, default_style=chr(34)).strip()}  # {field.description}")
         elif name == "version":
             lines.append(f"version: {field.default}  # {field.description}")
         else:
-            lines.append(f"# {name}: {_default(field.default)}  # {field.description}")
+            lines.append(f"#{name}: {_default(field.default)}  # {field.description}")
     return "\n".join(lines) + "\n"
 
 

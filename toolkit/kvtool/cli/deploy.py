@@ -100,6 +100,8 @@ def logs(
     folder = run_dir_of(spec, run_dir) / "logs"
     found = sorted(folder.glob("*.log")) if folder.is_dir() else []
     names = [path.stem for path in found]
+    if not found:
+        raise Unavailable(f"no logs in {folder}; nothing was started there")
     if name and name not in names:
         raise Refused(f"no log of {name!r} in {folder}; there are: {', '.join(names) or 'none'}")
     for path in found:

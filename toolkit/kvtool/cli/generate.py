@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,10 +74,34 @@ def _remote(url: str, prompt: Any, stop: list[str], options: dict[str, Any]) -> 
     return stream(url, prompt, stop=stop, **options)
 
 
-def _local(engine: Path, prompt: Any, stop: list[str], options: dict[str, Any]) -> Iterator[Any]:
-    from kvtool.serve.local import generate as generate_here
+@dataclass(frozen=True)
+class _Said:
+    """A piece of a local answer, as client.Piece."""
 
-    return generate_here(engine, prompt, stop=stop, **options)
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    usage: dict[str, Any]
+
+
+def _local(engine: Path, prompt: Any, stop: list[str], options: dict[str, Any]) -> Iterator[_Said]:
+    """In this process: the same engine and the same worker, without servers and pool."""
+    from kvtool.serve.local import generate as generate_here
+    from kvtool.serve.request import Sampling
+
+    sampling = Sampling(options["temperature"], options["top_k"], options["top_p"], options["seed"])
+    given: dict[str, Any] = {"stop": stop, "sampling": sampling, "ignore_eos": options["ignore_eos"]}
+    if options["max_tokens"] is not None:
+        given["max_tokens"] = options["max_tokens"]
+    if options["deadline_ms"] is not None:
+        given["deadline_s"] = options["deadline_ms"] / 1e3
+    with contextlib.closing(generate_here(engine, prompt, **given)) as pieces:  # type: ignore[type-var]
+        for piece in pieces:
+            usage: dict[str, Any] = {}
+            if piece.usage is not None:
+                usage = asdict(piece.usage)
+                usage |= {f"{name}_ms": 1e3 * s for name, s in piece.usage.seconds.items() if name in ("ttft", "total")}
+            yield _Said(piece.text, piece.tokens, piece.finish.value if piece.finish else "", usage)
 
 
 def _print(pieces: Iterator[Any], as_json: bool) -> None:

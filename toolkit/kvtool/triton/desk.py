@@ -1,7 +1,8 @@
-"""What stands between a served engine model and its worker: requests, and the operations cancel, canary and status.
+"""What stands between a served engine model and its worker: requests, and operations (cancel, canary, status).
 
 Operations are answered at once, on the thread that asks; a canary is a real request of two tokens that goes through
-the worker's queue and engine, so its answer proves more than readiness does. Free of Triton's types.
+the worker's queue and engine, so its answer proves more than readiness does. A worker that answered a real request
+just now has proved it already, and is not disturbed. Free of Triton's types.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from kvtool.serve.request import Event, Finish, Request, Usage
 from kvtool.triton import wire
 from kvtool.triton.wire import Ask
 
+_CANARY = "canary-"
 _CANARY_DEADLINE_S = 60.0
 _CANARY_TOKENS = 256  # ids below are in every vocabulary
+_FRESH_S = 2.0
+"""An answer this young says as much as a canary."""
 
 
 class PrefillWork(Protocol):
@@ -59,22 +63,34 @@ class PrefillDesk:
     def __init__(self, worker: PrefillWork) -> None:
         self._worker = worker
         self._canaries = itertools.count()
+        self._answered_s = -_FRESH_S
 
     def take(self, request: str, tokens: tuple[int, ...], reply: PrefillAnswer) -> None:
         try:
             op = wire.read_op(request)
             if op is None:
-                self._worker.submit(Ask.from_json(request).request(tokens), reply)
+                self._worker.submit(Ask.from_json(request).request(tokens), self._noted(reply))
             elif op["op"] == "canary":
-                began_s = time.perf_counter()
+                began_s = time.monotonic()
+                if began_s - self._answered_s < _FRESH_S:
+                    reply.say(_canary_answer(None, 0.0))
+                    return
                 self._worker.submit(
                     _canary(next(self._canaries)),
-                    lambda done: reply.say(_canary_answer(done.error, time.perf_counter() - began_s)),
+                    lambda done: reply.say(_canary_answer(done.error, time.monotonic() - began_s)),
                 )
             else:
                 reply.say(_operate(self._worker, op))
         except KvtoolError as error:
             reply(PrefillDone("", None, Usage(), error))
+
+    def _noted(self, reply: PrefillAnswer) -> Callable[[PrefillDone], None]:
+        def done(answer: PrefillDone) -> None:
+            if answer.error is None:
+                self._answered_s = time.monotonic()
+            reply(answer)
+
+        return done
 
     def close(self) -> None:
         self._worker.close()
@@ -86,20 +102,32 @@ class DecodeDesk:
     def __init__(self, worker: DecodeWork) -> None:
         self._worker = worker
         self._canaries = itertools.count()
+        self._answered_s = -_FRESH_S
 
     def take(self, request: str, tokens: tuple[int, ...], handoff: str, reply: DecodeAnswer) -> None:
         try:
             op = wire.read_op(request)
             if op is None:
                 given = Handoff.from_json(handoff) if handoff else None
-                self._worker.submit(Ask.from_json(request).request(tokens), reply, given)
+                self._worker.submit(Ask.from_json(request).request(tokens), self._noted(reply), given)
             elif op["op"] == "canary":
-                began_s = time.perf_counter()
+                began_s = time.monotonic()
+                if began_s - self._answered_s < _FRESH_S:
+                    reply.say(_canary_answer(None, 0.0))
+                    return
                 self._worker.submit(_canary(next(self._canaries)), _last_only(reply, began_s))
             else:
                 reply.say(_operate(self._worker, op))
         except KvtoolError as error:
             reply(Event("", 0, (), finish=Finish.ERROR, usage=Usage(), error=error))
+
+    def _noted(self, reply: DecodeAnswer) -> Callable[[Event], None]:
+        def on_event(event: Event) -> None:
+            if event.tokens:
+                self._answered_s = time.monotonic()
+            reply(event)
+
+        return on_event
 
     def close(self) -> None:
         self._worker.close()
@@ -108,7 +136,7 @@ class DecodeDesk:
 def _last_only(reply: Answer, began_s: float) -> Callable[[Event], None]:
     def on_event(event: Event) -> None:
         if event.finish is not None:
-            reply.say(_canary_answer(event.error, time.perf_counter() - began_s))
+            reply.say(_canary_answer(event.error, time.monotonic() - began_s))
 
     return on_event
 
@@ -116,7 +144,7 @@ def _last_only(reply: Answer, began_s: float) -> Callable[[Event], None]:
 def _canary(number: int) -> Request:
     """Other tokens each time: a prompt that the pool holds would be answered without the engine."""
     tokens = (random.randrange(_CANARY_TOKENS), random.randrange(_CANARY_TOKENS))
-    return Request(f"canary-{number}", tokens, 1, deadline_s=_CANARY_DEADLINE_S, priority=100, ignore_eos=True)
+    return Request(f"{_CANARY}{number}", tokens, 1, deadline_s=_CANARY_DEADLINE_S, priority=100, ignore_eos=True)
 
 
 def _canary_answer(error: KvtoolError | None, seconds: float) -> str:
@@ -131,6 +159,9 @@ def _canary_answer(error: KvtoolError | None, seconds: float) -> str:
 def _operate(worker: PrefillWork | DecodeWork, op: dict[str, Any]) -> str:
     if op["op"] == "cancel":
         return wire.op_json({"cancelled": worker.cancel(str(op.get("request_id", "")))})
+    if op["op"] == "cancel_all":
+        names = {held.owner for held in worker.audit() if held.what == "request" and not held.owner.startswith(_CANARY)}
+        return wire.op_json({"cancelled": sum(worker.cancel(name) for name in names)})
     if op["op"] == "status":
         return wire.op_json({**worker.status(), "held": [asdict(held) for held in worker.audit()]})
-    raise RequestRefused(f"op: wanted cancel, canary or status, found {op['op']!r}")
+    raise RequestRefused(f"op: wanted cancel, cancel_all, canary or status, found {op['op']!r}")

@@ -23,7 +23,7 @@ from kvtool.triton import install, process
 from kvtool.triton.install import Installation, backend_dir, environment
 from kvtool.triton.ports import Ports
 
-EXIT_TIMEOUT_S = 5
+EXIT_TIMEOUT_S = 3
 """Time that the server gives requests in flight at its end."""
 _SHM = Path("/dev/shm")
 _NOISE = ("CudaDriverHelper", "CUDA driver version", "cuda", "pinned memory")

@@ -43,6 +43,7 @@ LOOK_S = 0.25
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the n-th restart in a row; a server that served for HEALTHY_S starts over."""
 HEALTHY_S = 60.0
+_CANCEL_S = 2.0
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Supervisor:
         self.instances = [Instance(f"{role}-{i}", role) for role, count in names for i in range(count)]
         self._pool = PoolKeeper(spec, run_dir, self._publish) if spec.pool.enabled else None
         self._links: Links | None = None
+        self._published: Peers | None = None
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -189,6 +191,14 @@ class Supervisor:
         """At once: what is wrong with it was established, and its clients wait for their streams to end."""
         if instance.server is not None:
             await asyncio.to_thread(instance.server.stop, 0.0)
+        if instance.role == "front":
+            await asyncio.gather(*(self._cancel_all(other) for other in self.instances if other.state == "serving"))
+
+    async def _cancel_all(self, instance: Instance) -> None:
+        """Nobody waits any more for what the dead front had asked for."""
+        assert self._links is not None
+        with contextlib.suppress(KvtoolError):
+            await self._links.operate(instance.peer, {"op": "cancel_all"}, _CANCEL_S)
 
     async def _watch(self, instance: Instance) -> str:
         """Returns when the instance must be restarted, with the reason."""
@@ -254,8 +264,10 @@ class Supervisor:
         """Write the address file and the state."""
         serving = tuple(each.peer for each in self.instances if each.state == "serving" and each.role != "front")
         state = self.state()
-        if self._phase in ("starting", "running"):
-            Peers(serving, bool(self._pool and self._pool.up)).write(self.run_dir / PEERS_FILE)
+        peers = Peers(serving, bool(self._pool and self._pool.up))
+        if self._phase in ("starting", "running") and peers != self._published:
+            peers.write(self.run_dir / PEERS_FILE)
+            self._published = peers
         write_whole(self.run_dir / FILE, state)
         if self._progress:
             self._progress(state)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kvtool.engine.tokenizer import Tokenizer
 from kvtool.errors import ProtocolError, RequestRefused
+from kvtool.serve.local import event_text
+from kvtool.serve.request import Event
 from kvtool.triton.asked import utf8
 from kvtool.triton.wire import Ask
 
@@ -38,9 +40,7 @@ class Words:
             cut_chars = int(json.loads(event).get("cut_chars", 0))
         except (ValueError, TypeError, AttributeError) as error:
             raise ProtocolError(f"EVENT: {error}") from None
-        start = len(self._tokenizer.decode(list(context))) if context else 0
-        text = self._tokenizer.decode([*context, *tokens])[start:]
-        return text[: len(text) - cut_chars] if cut_chars else text
+        return event_text(self._tokenizer, Event("", 0, tuple(tokens), tuple(context), cut_chars))
 
 
 def _messages(text: str) -> list[dict[str, str]]:
