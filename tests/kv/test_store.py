@@ -103,6 +103,17 @@ def test_what_is_leased_stays_and_probing_does_not_keep_anything():
     assert store.reserve(2, [Want(D, 10)], 1.0)[0].grant is Grant.GRANTED, "the lease lapsed"
 
 
+def test_reads_alone_do_not_make_the_rank_grow():
+    store = Store(8, 100, file_slots=8)
+    stored(store, A, B, C)
+    for number in range(5000):
+        assert len(reads(store, [A, B, C], number=number)) == 3
+        store.release((1, number), 0.0)
+    orders = (store._dram_order, store._leaf_order, store._file_order)
+    assert sum(len(order._heap) for order in orders) < 1000
+    assert len(store.leases._due) < 100 and store.take_actions() != [] and store.take_actions() == []
+
+
 def test_a_dropped_block_under_a_lease_is_gone_at_once_and_its_slot_when_the_lease_ends():
     store = Store(2, 100, lease_term_s=1.0)
     stored(store, A, transient_s=60.0)

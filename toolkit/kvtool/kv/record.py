@@ -26,7 +26,7 @@ class State(IntEnum):
     """In the file tier, on its way to `slot`."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """One block of this rank. Times on the rank's clock; `touched` counts uses, for LRU."""
 
@@ -87,7 +87,7 @@ class Commit(IntEnum):
     """The reservation had timed out; the bytes were never visible."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Hit:
     """One block of a read, under the read's lease. `ready` when its bytes are in `slot`."""
 

@@ -85,9 +85,16 @@ class Room:
     def _offer(self, entry: Entry) -> None:
         if entry.slot >= 0:
             self._dram_order.offer(entry.key)
-            self._leaf_order.offer(entry.key)
+            if self.files.count:
+                self._leaf_order.offer(entry.key)
         if entry.file_slot >= 0:
             self._file_order.offer(entry.key)
+
+    def _compact(self) -> None:
+        """Reads offer blocks again and again, also while nothing is ever evicted."""
+        self._dram_order.rebuild(self._index, self.dram.count)
+        self._leaf_order.rebuild(self._index, self.dram.count)
+        self._file_order.rebuild(self._index, self.files.count)
 
     # Making room
 
@@ -164,9 +171,7 @@ class Room:
 
     def _keep_ahead(self, now_s: float) -> None:
         self._free_up(self.ahead, now_s)
-        self._dram_order.rebuild(self._index, self.dram.count)
-        self._leaf_order.rebuild(self._index, self.dram.count)
-        self._file_order.rebuild(self._index, self.files.count)
+        self._compact()
 
     def why_full(self) -> str:
         """Who holds the slots that could not be freed, for a refusal."""
@@ -295,6 +300,7 @@ class Room:
                     self._set_free(slot)
             elif entry is not None and entry.state is State.COMMITTED:
                 self._offer(entry)
+        self._compact()
 
     def _set_free(self, slot: int) -> None:
         del self._quarantine[slot]
