@@ -33,13 +33,12 @@ def running(spec: Path, state_dir: Path, keep: bool = False) -> Iterator[Deploye
     kept = False
     try:
         console.step(f"kvtool deploy up {short(spec)}: a pool of two ranks, and front, prefill and decode servers")
-        began_s = time.monotonic()
         command = [sys.executable, "-m", "kvtool.cli.main", "deploy", "up", str(spec)]
         ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=START_TIMEOUT_S)
         if ran.returncode != 0:
             raise Unavailable(f"the deployment did not start (exit code {ran.returncode}); logs are in {state_dir}")
         deployed = Deployed(state_dir)
-        console.done(f"ready in {time.monotonic() - began_s:.1f} s, gRPC on {deployed.url}")
+        console.done(f"gRPC on {deployed.url}")
         yield deployed
         kept = keep
     finally:
