@@ -367,6 +367,22 @@ def test_a_stranger_without_the_key_is_turned_away(pool, client, tmp_path):
     assert pool.state_file.stat().st_mode & 0o777 == 0o600 and pool.run_dir.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_client_without_the_unix_socket_asks_over_tcp(pool, tmp_path):
+    state = json.loads(pool.state_file.read_text())
+    for rank in state["ranks"]:
+        rank["unix"] = str(tmp_path / "not here")
+    elsewhere = tmp_path / "pool.json"
+    elsewhere.write_text(json.dumps(state))
+    client = PoolClient(elsewhere, LAYOUT)
+    try:
+        assert {r.outcome for r in client.write(puts(KEYS[:12]), 10)} <= {Outcome.STORED, Outcome.DUPLICATE}
+        with client.read(KEYS[:12], 10) as read:
+            assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[:12]]
+        assert {access.link._sock.family for access in client._ranks.all()} == {socket.AF_INET}
+    finally:
+        client.close()
+
+
 def test_who_does_not_introduce_himself_or_talks_nonsense_is_hung_up_on(pool, client):
     path = read_state(pool.state_file).ranks[0].unix
     for said in (b"", b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n" * 4):

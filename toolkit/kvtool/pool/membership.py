@@ -37,6 +37,7 @@ class MpiWatch:
     def __init__(self, communicator: Any) -> None:
         self._comm = communicator
         self._failed: set[int] = set()
+        self._told = False
 
     def failed(self) -> set[int]:
         """Ranks that MPI knows to have failed; never waits."""
@@ -53,7 +54,9 @@ class MpiWatch:
                 ranks = MPI.Group.Translate_ranks(group, range(count), self._comm.Get_group())
                 self._failed.update(int(rank) for rank in ranks)
         except MPI.Exception as error:
-            log.warning("mpi cannot tell who failed why=%r", str(error))
+            if not self._told:
+                self._told = True  # once: this is asked five times a second
+                log.warning("mpi cannot tell who failed, sockets still do why=%r", str(error))
         return self._failed
 
 
