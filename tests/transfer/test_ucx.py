@@ -328,6 +328,8 @@ def test_misuse_is_refused(calm, reader):
     with pytest.raises(Unavailable, match="peer nobody is not connected"):
         reader.read("nobody", [(0, 1)], within(1))
     reader.connect("a", calm[0].metadata, within(10))
+    with pytest.raises(ValueError, match="connected under another name already"):
+        reader.connect("b", calm[0].metadata, within(10))
     with pytest.raises(PeerHung, match="no time was left for a READ; nothing was sent"):
         reader.read("a", [(0, 64)], within(0))
     assert reader.staging.held == 0 and reader.connected("a")

@@ -7,6 +7,7 @@ there.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from typing import NamedTuple
 
@@ -69,6 +70,25 @@ def shape_of(head: bytes) -> str:
 
 def page_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
+
+
+def page_of(header: SlotHeader | None) -> memoryview:
+    """An aligned page with `header`, or of zeros."""
+    page = memoryview(mmap.mmap(-1, PAGE))
+    if header is not None:
+        raw = header.pack()
+        page[: len(raw)] = raw
+    return page
+
+
+def rest_of(views: list[memoryview], done: int) -> list[memoryview]:
+    """`views` without their first `done` bytes."""
+    rest = []
+    for view in views:
+        if done < view.nbytes:
+            rest.append(view[done:] if done else view)
+        done = max(0, done - view.nbytes)
+    return rest
 
 
 def _sealed(layout: struct.Struct, *fields: object) -> bytes:

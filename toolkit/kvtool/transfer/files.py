@@ -36,7 +36,7 @@ import numpy as np
 from kvtool.errors import BlockCorrupt, PoolFull, Refused, Unavailable
 from kvtool.kv.block import KEY_SIZE
 from kvtool.transfer.checksum import as_bytes, checksum, copy_checksum
-from kvtool.transfer.filehead import HEAD_SIZE, PAGE, SlotHeader, pack_head, page_up, shape_of
+from kvtool.transfer.filehead import HEAD_SIZE, PAGE, SlotHeader, pack_head, page_of, page_up, rest_of, shape_of
 from kvtool.transfer.room import demand, file_room
 from kvtool.units import show_size
 
@@ -195,7 +195,7 @@ class BlockFile:
                 payload = data
             header = SlotHeader(key, data.nbytes, sum, generation)
             if not self._fsync:
-                self._move(os.pwritev, [_page_of(header), payload], at)
+                self._move(os.pwritev, [page_of(header), payload], at)
                 return
             self._move(os.pwritev, [payload], at + PAGE)
             self._sync()
@@ -205,7 +205,7 @@ class BlockFile:
                 self._buffers.put(buffer)
 
     def _put_header(self, slot: int, header: SlotHeader | None) -> None:
-        self._move(os.pwritev, [_page_of(header)], self._at(slot))
+        self._move(os.pwritev, [page_of(header)], self._at(slot))
         if self._fsync:
             self._sync()
 
@@ -238,7 +238,7 @@ class BlockFile:
         done, size = 0, sum(view.nbytes for view in views)
         while done < size:
             try:
-                moved = call(self._fd, _from(views, done), at + done)
+                moved = call(self._fd, rest_of(views, done), at + done)
             except OSError as error:
                 where = f"{self.path}, byte {at + done}: {error.strerror}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -340,22 +340,3 @@ def _open(path: Path, size: int, fresh: bool, setting: str) -> tuple[int, bool]:
         os.close(fd)
         raise
     return fd, made
-
-
-def _page_of(header: SlotHeader | None) -> memoryview:
-    """An aligned page with `header`, or of zeros."""
-    page = memoryview(mmap.mmap(-1, PAGE))
-    if header is not None:
-        raw = header.pack()
-        page[: len(raw)] = raw
-    return page
-
-
-def _from(views: list[memoryview], done: int) -> list[memoryview]:
-    """`views` without their first `done` bytes."""
-    rest = []
-    for view in views:
-        if done < view.nbytes:
-            rest.append(view[done:] if done else view)
-        done = max(0, done - view.nbytes)
-    return rest

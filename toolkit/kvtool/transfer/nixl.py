@@ -107,7 +107,7 @@ def unpack(raw: bytes) -> Metadata:
     """
     try:
         magic, found, nixl_version, *rest = msgpack.unpackb(raw)
-        known = magic == _MAGIC
+        known = magic == _MAGIC and len(rest) == len(Metadata._fields)
     except (ValueError, TypeError, msgpack.UnpackException):
         known = False
     if not known:

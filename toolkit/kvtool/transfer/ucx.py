@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from threading import RLock
 from typing import Any
 
@@ -33,19 +32,12 @@ import numpy as np
 from kvtool.errors import ProtocolError, Unavailable
 from kvtool.transfer import nixl
 from kvtool.transfer.checksum import as_bytes
+from kvtool.transfer.peer import Peer, PeerDead, PeerHung, Posted, address_of, poll
 from kvtool.transfer.staging import Staged, Staging
 
-_SPIN_S = 100e-6
-_WAIT_S = (20e-6, 200e-6)  # first and longest wait between polls
+__all__ = ["PeerDead", "PeerHung", "UcxOwner", "UcxReader"]
+
 _HELLO_SIZE = 8
-
-
-class PeerDead(Unavailable):
-    """The peer's process or link is gone; connect again when there is a new one."""
-
-
-class PeerHung(Unavailable):
-    """The peer did not serve a transfer by its deadline, or has not finished one that was given up."""
 
 
 class UcxOwner:
@@ -64,7 +56,7 @@ class UcxOwner:
         agent_name = f"{name}#{uuid.uuid4().hex[:16]}"
         self._agent: Any = nixl.make_agent(agent_name)
         self._view = view
-        address = _address(view)
+        address = address_of(view)
         self._registered = self._agent.register_memory([(address, view.nbytes, 0, "")], "DRAM")
         self._handles = [self._agent.backends["UCX"]]
         self._metadata = nixl.pack(agent_name, address, view.nbytes, self._agent.get_agent_metadata())
@@ -88,26 +80,6 @@ class UcxOwner:
                 self._view = memoryview(b"")
 
 
-@dataclass
-class _Peer:
-    agent: str
-    address: int
-    size: int
-    running: int = 0  # transfers that may still touch our memory, abandoned ones too; never removed before none does
-    abandoned: int = 0
-    dead: bool = False
-    removed: bool = False
-
-
-@dataclass
-class _Transfer:
-    """A posted transfer that was given up: polled until it is over."""
-
-    peer: _Peer
-    handle: Any
-    slots: list[int] = field(default_factory=list)
-
-
 class UcxReader:
     """Reads and writes other processes' memory. Thread-safe; a lock round the agent, not held while waiting.
 
@@ -129,22 +101,23 @@ class UcxReader:
         self._registered = self._agent.register_memory([region], "DRAM")
         self._closed = False
         self._lock = RLock()
-        self._peers: dict[str, _Peer] = {}
-        self._abandoned: list[_Transfer] = []
-        self._leaving: dict[str, _Peer] = {}  # by NIXL name: disconnected, but transfers are not over
+        self._peers: dict[str, Peer] = {}
+        self._abandoned: list[Posted] = []
+        self._leaving: dict[str, Peer] = {}  # by NIXL name: disconnected, but transfers are not over
 
     def connect(self, peer_id: str, metadata: bytes, deadline_s: float) -> None:
         """Make `peer_id` known by the owner's `metadata` and touch its memory once. A newer incarnation replaces.
 
         Raises:
             ProtocolError: not metadata of ours, or of another version of kvtool or NIXL.
+            ValueError: the same owner is connected under another id.
             PeerDead, PeerHung: it did not answer by the deadline.
         """
         peer = self._introduce(peer_id, metadata)
         if peer is None:
             return
         try:
-            _poll(lambda: "PROC" if self.progress() and peer.abandoned and not peer.dead else "DONE", deadline_s)
+            poll(lambda: "PROC" if self.progress() and peer.abandoned and not peer.dead else "DONE", deadline_s)
             with self.staging.take([_HELLO_SIZE], deadline_s) as hello:
                 self._run("READ", peer_id, peer, [(0, _HELLO_SIZE)], hello.slots, deadline_s)
         except Unavailable:
@@ -226,7 +199,7 @@ class UcxReader:
                 self._agent.deregister_memory(self._registered)
                 self._agent = None
 
-    def _introduce(self, peer_id: str, metadata: bytes) -> _Peer | None:
+    def _introduce(self, peer_id: str, metadata: bytes) -> Peer | None:
         """Load the metadata; None when this very incarnation is connected already."""
         found = nixl.unpack(metadata)
         with self._lock:
@@ -234,10 +207,12 @@ class UcxReader:
             known = self._peers.get(peer_id)
             if known is not None and known.agent == found.agent and not known.dead:
                 return None
+            if any(peer.agent == found.agent for other, peer in self._peers.items() if other != peer_id):
+                raise ValueError(f"peer {peer_id} is connected under another name already; give each owner one name")
             self.disconnect(peer_id)
             peer = self._leaving.pop(found.agent, None)
             if peer is None or peer.dead:
-                peer = _Peer(found.agent, found.address, found.size)
+                peer = Peer(found.agent, found.address, found.size)
                 try:
                     self._agent.add_remote_agent(found.ucx)
                 except Exception as error:
@@ -246,7 +221,7 @@ class UcxReader:
             self._peers[peer_id] = peer
             return peer
 
-    def _peer(self, peer_id: str, ranges: Sequence[tuple[int, int]]) -> _Peer:
+    def _peer(self, peer_id: str, ranges: Sequence[tuple[int, int]]) -> Peer:
         with self._lock:
             self._require_open()
             peer = self._peers.get(peer_id)
@@ -259,7 +234,7 @@ class UcxReader:
 
     def _own_slot(self, view: memoryview) -> int | None:
         """The slot that `view` starts, when it is staging memory."""
-        address = _address(view)
+        address = address_of(view)
         slot = self.staging.slot_of(address)
         return slot if slot is not None and address == self.staging.address + slot * self.staging.slot_size else None
 
@@ -267,7 +242,7 @@ class UcxReader:
         self,
         operation: str,
         peer_id: str,
-        peer: _Peer,
+        peer: Peer,
         ranges: Sequence[tuple[int, int]],
         slots: Sequence[int],
         deadline_s: float,
@@ -294,7 +269,7 @@ class UcxReader:
                 peer.running += 1
                 state = self._agent.transfer(handle)
             if state == "PROC":
-                state = _poll(lambda: self._state(handle), deadline_s)
+                state = poll(lambda: self._state(handle), deadline_s)
         except (self._bind.nixlRemoteDisconnectError, self._bind.nixlNotFoundError):
             peer.dead = True
             if handle is not None:
@@ -323,15 +298,15 @@ class UcxReader:
             state: str = self._agent.check_xfer_state(handle)
             return state
 
-    def _abandon(self, peer: _Peer, handle: Any, slots: Sequence[int]) -> None:
+    def _abandon(self, peer: Peer, handle: Any, slots: Sequence[int]) -> None:
         with self._lock:
             self.staging.hold(slots)
             peer.abandoned += 1
-            self._abandoned.append(_Transfer(peer, handle, list(slots)))
+            self._abandoned.append(Posted(peer, handle, list(slots)))
 
     def _reap(self) -> None:
         """Poll what was abandoned; whatever is over gives its slots back. Under the lock."""
-        still: list[_Transfer] = []
+        still: list[Posted] = []
         for transfer in self._abandoned:
             try:
                 over = self._agent.check_xfer_state(transfer.handle) != "PROC"
@@ -345,13 +320,13 @@ class UcxReader:
             self._over(transfer.peer, transfer.handle)
         self._abandoned = still
 
-    def _over(self, peer: _Peer, handle: Any) -> None:
+    def _over(self, peer: Peer, handle: Any) -> None:
         with self._lock:
             handle.release()
             peer.running -= 1
             self._remove_if_over(peer)
 
-    def _remove_if_over(self, peer: _Peer) -> None:
+    def _remove_if_over(self, peer: Peer) -> None:
         if peer.removed and not peer.running and peer.agent in self._leaving:
             del self._leaving[peer.agent]
             try:
@@ -363,7 +338,7 @@ class UcxReader:
         if self._closed:
             raise Unavailable("this reader is closed")
 
-    def _require_usable(self, peer_id: str, peer: _Peer) -> None:
+    def _require_usable(self, peer_id: str, peer: Peer) -> None:
         self._require_open()
         self._reap()
         if peer.dead:
@@ -379,20 +354,3 @@ class UcxReader:
 
 _kept_mapped: list[UcxReader] = []
 """Closed readers whose staging a hung peer might still write to: memory lost, but never memory overwritten."""
-
-
-def _poll(state: Callable[[], str], deadline_s: float) -> str:
-    """Poll until the transfer is over or `deadline_s`: spin briefly, then wait ever longer."""
-    spin_until_s, wait_s = time.monotonic() + _SPIN_S, _WAIT_S[0]
-    while (found := state()) == "PROC":
-        now_s = time.monotonic()
-        if now_s >= deadline_s:
-            break
-        if now_s > spin_until_s:
-            time.sleep(wait_s)
-            wait_s = min(wait_s * 1.5, _WAIT_S[1])
-    return found
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
