@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 from blocks import KEYS, LAYOUT, payload, puts
 
@@ -82,8 +83,27 @@ def holding(state_file: Path) -> dict:
     return {}
 
 
+def churning(state_file: Path) -> dict:
+    """Put and read at random until killed; a wrong byte ends it with an error."""
+    rng, pool = Random(time.time_ns()), PoolClient(state_file, LAYOUT, client_name="churner")
+    print(json.dumps({"begun": True}), flush=True)
+    while True:
+        start = rng.randrange(380)
+        keys = KEYS[start : start + rng.randrange(1, 16)]
+        pool.write(puts(keys, KEYS[start - 1] if start else None), budget_s=2)
+        with pool.read(keys, budget_s=1) as read:
+            copies = [bytes(block.data) for block in read.blocks]
+            whole = read.whole()
+        if copies[:whole] != [payload(key) for key in keys[:whole]]:
+            sys.exit("read the bytes of another block")
+
+
 if __name__ == "__main__":
     print(
-        json.dumps({"ucx": over_ucx, "hold": holding, "hung_write": hung_write}[sys.argv[1]](Path(sys.argv[2]))),
+        json.dumps(
+            {"ucx": over_ucx, "hold": holding, "hung_write": hung_write, "churn": churning}[sys.argv[1]](
+                Path(sys.argv[2])
+            )
+        ),
         flush=True,
     )

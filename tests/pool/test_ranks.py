@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from blocks import KEYS, LAYOUT, payload, puts, room_for
@@ -297,6 +298,41 @@ def test_a_client_killed_with_leases_and_reservations_leaves_nothing(pool, clien
         peer.wait(5)
         peer.stdout.close()
     until(lambda: clean(pool.run_dir), 1, "a dead client's leases and reservations end")
+
+
+def test_clients_that_are_killed_at_random_leave_only_whole_blocks_and_nothing_held(pool, client):
+    """Killed while they write, read, reserve: what a slot holds half is never seen, by them or by others."""
+
+    def begin() -> subprocess.Popen:
+        peer = subprocess.Popen(
+            [sys.executable, HERE / "peer.py", "churn", pool.state_file], stdout=subprocess.PIPE, text=True
+        )
+        assert peer.stdout.readline()
+        return peer
+
+    rng, peers = Random(3), [begin() for _ in range(2)]
+    try:
+        for _ in range(4):
+            time.sleep(rng.uniform(0.1, 0.5))  # any moment is as good as another
+            victim = peers.pop(0)
+            assert victim.poll() is None, "a client read wrong bytes"
+            end(victim)
+            peers.append(begin())
+    finally:
+        for peer in peers:
+            end(peer)
+    until(lambda: clean(pool.run_dir), 4, "nothing is held for the dead")
+    for at in range(0, len(KEYS), 16):
+        with client.read(KEYS[at : at + 16], budget_s=10) as read:
+            copies = [bytes(block.data) for block in read.blocks]
+            assert copies[: read.whole()] == [payload(key) for key in KEYS[at : at + len(copies)]]
+    assert "corrupt" not in client.counts().misses
+
+
+def end(peer: subprocess.Popen) -> None:
+    peer.kill()
+    peer.wait(10)
+    peer.stdout.close()
 
 
 def test_a_writer_who_is_late_keeps_his_slot_from_others_and_is_told(pool, client):
