@@ -158,6 +158,7 @@ def pool_status(run_dir: Path, *, audit: bool = False, budget_s: float = _HELLO_
                 lines = unpack_map(link.call(Op.AUDIT, b"", time.monotonic() + budget_s))
                 status.audit = lines["lines"]
         except KvtoolError as error:
+            status.runs = runs(rank.pid, rank.started)  # it may have died of late
             status.why = str(error) if status.runs else f"rank {rank.rank} is dead"
         finally:
             link.close()
