@@ -15,14 +15,17 @@ from kvtool.cli import reference
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "plugins").glob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(kvtool [^`]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 METRIC = re.compile(r'"(kvtool_[a-z0-9_]+)"')
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
-    """(page, command line) of every `kvtool ...` in a code block."""
+    """(page, command line) of every `kvtool ...` in a code block or between backticks."""
     for page in PAGES:
-        for _, body in FENCE.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        bodies = [body for _, body in FENCE.findall(text)]
+        for body in [*bodies, *INLINE.findall(FENCE.sub("", text))]:
             for line in body.replace("\\\n", " ").splitlines():
                 found = re.match(r"(?:\$ )?(kvtool .*)", line.strip())
                 if found:
