@@ -55,7 +55,7 @@ class TorchEngine:
         self.dtype = dtype or (torch.bfloat16 if native_bfloat16() else torch.float32)
         with torch.inference_mode():
             self.memory = KVMemory(self.layout, blocks)
-            self._attention = Attention(self.family, self.memory, self.dtype)
+            self.attention = Attention(self.family, self.memory, self.dtype)
             self._weights = load_weights(directory, self.family, self.dtype, manifest.decode_weights == "int4_g32")
             tokens = min(self.context_tokens_max, blocks * self.layout.block_tokens)
             self._cos, self._sin = rope_tables(self.family, tokens)
@@ -103,7 +103,7 @@ class TorchEngine:
             queries, kv = self._qkv(layer, layer.prefill, x, cos, sin, self.dtype)
             self.memory.write(index, slots, kv)
             if index < last:  # nobody reads what the last layer would add
-                mixed = self._attention.prefill(index, sequence, queries, start, end)
+                mixed = self.attention.prefill(index, sequence, queries, start, end)
                 x = x + layer.prefill.out(mixed)
                 x = x + self._mlp(layer, layer.prefill, x, self.dtype)
             if hooks.after:
@@ -130,7 +130,7 @@ class TorchEngine:
             queries, kv = self._qkv(layer, layer.decode, x, cos, sin, torch.bfloat16)
             self.memory.write(index, slots, kv)
             mixed = torch.stack([
-                self._attention.decode(index, own, queries[row], step.position + 1)
+                self.attention.decode(index, own, queries[row], step.position + 1)
                 for row, (own, step) in enumerate(zip(owns, batch, strict=True))
             ])  # fmt: skip
             x = x + layer.decode.out(mixed.to(dtype))
@@ -193,7 +193,7 @@ class TorchEngine:
         self.close(sequence)
         with torch.inference_mode():
             keys = pattern(2, self.family.kv_heads, 16 * TILE, self.family.head_dim).bfloat16()
-            whole.update(self._attention.probe(keys).numpy().tobytes())
+            whole.update(self.attention.probe(keys).numpy().tobytes())
         return whole.hexdigest()
 
 
