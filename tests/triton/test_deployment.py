@@ -6,6 +6,7 @@ The tests share it, and each leaves it serving. Processes and shared memory are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ import pytest
 
 from kvtool.errors import RequestRefused, Unavailable
 from kvtool.triton import process
-from kvtool.triton.client import operate, stream
+from kvtool.triton.client import operate, stream, stream_async
 from kvtool.triton.peers import FILE as PEERS_FILE
 from kvtool.triton.peers import PeersFile
 from kvtool.triton.rpc import Links
@@ -180,6 +181,31 @@ def test_a_client_that_leaves_frees_everything_on_both_sides(deployment):
     began_s = time.monotonic()
     _until("nothing is held", lambda: not deployment.held(), 30)
     assert time.monotonic() - began_s < 10
+
+
+def test_answers_do_not_depend_on_who_shares_the_batch_or_leaves_it(deployment):
+    """Twelve at once, every third of which goes away after its first piece."""
+    prompts = [f"{number} ducks went out one day. " * 5 for number in range(12)]
+    alone = [deployment.ask(prompt, max_tokens=6)[0] for prompt in prompts[:4]]
+
+    async def one(number: int) -> list[int]:
+        tokens: list[int] = []
+        async with contextlib.aclosing(
+            stream_async(deployment.url, prompts[number], max_tokens=6, ignore_eos=True, timeout_s=120)
+        ) as pieces:
+            async for piece in pieces:
+                tokens += piece.tokens
+                if number % 3 == 2:
+                    break
+        return tokens
+
+    async def everyone() -> list[list[int]]:
+        return await asyncio.gather(*map(one, range(12)))
+
+    together = asyncio.run(everyone())
+    assert [together[number] for number in (0, 1, 3)] == [alone[number] for number in (0, 1, 3)]
+    assert all(len(tokens) == 6 for number, tokens in enumerate(together) if number % 3 != 2)
+    _until("nothing is held", lambda: not deployment.held(), 30)
 
 
 def test_an_answer_goes_on_after_its_decode_process_was_killed(deployment):

@@ -226,8 +226,9 @@ def test_a_request_waits_for_a_decode_server_and_its_deadline_ends_the_wait(fron
     assert tuple(patient.wait().tokens) == ANSWER
 
 
-def test_a_full_decode_server_is_said_at_once_when_there_is_no_other(front, cluster):
-    cluster.overloaded.add("decode-0")
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_full_server_is_said_at_once_when_there_is_no_other(front, cluster, name):
+    cluster.overloaded.add(name)
     sink = _ask(front).wait()
     assert isinstance(sink.error, Overloaded) and sink.error.retry_after_s == 2.5
 

@@ -23,6 +23,7 @@ from tritonclient.utils import InferenceServerException
 
 from kvtool.errors import DeadlinePassed, KvtoolError, Unavailable
 from kvtool.triton import wire
+from kvtool.triton.rpc import CHANNEL
 
 MODEL = "kvtool"
 _KINDS: dict[str, tuple[str, Any]] = {
@@ -67,7 +68,7 @@ def stream(
     """
     inputs = _inputs(prompt, stop, options)
     got: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client = triton.InferenceServerClient(url)
+    client = triton.InferenceServerClient(url, channel_args=CHANNEL)
     try:
         client.start_stream(callback=lambda result, error: got.put((result, error)))
         client.async_stream_infer(MODEL, inputs, request_id=request_id)
@@ -105,7 +106,7 @@ async def stream_async(
     async def once() -> AsyncGenerator[dict[str, Any], None]:
         yield {"model_name": MODEL, "inputs": inputs, "request_id": request_id}
 
-    own = client or triton_aio.InferenceServerClient(url)
+    own = client or triton_aio.InferenceServerClient(url, channel_args=CHANNEL)
     responses = own.stream_infer(once(), stream_timeout=timeout_s)
     try:
         async for result, error in responses:
@@ -130,7 +131,7 @@ def operate(url: str, op: str, request_id: str = "", timeout_s: float = 10.0) ->
     """Ask the front for its "status", or to "cancel" a request."""
     made = [_bytes("text_input", [request_id.encode()]), _bytes("op", [op.encode()])]
     got: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client = triton.InferenceServerClient(url)
+    client = triton.InferenceServerClient(url, channel_args=CHANNEL)
     try:
         client.start_stream(callback=lambda result, error: got.put((result, error)))
         client.async_stream_infer(MODEL, made)

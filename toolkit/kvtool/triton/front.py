@@ -258,7 +258,12 @@ class Front:
                     ) from None
 
     async def _prefill(self, flight: Flight) -> tuple[tuple[int, ...], str]:
-        """Tokens and hand-off; ((), "") when no prefill server could be had, which costs time and no answer."""
+        """Tokens and hand-off; ((), "") when no prefill server could be had, which costs time and no answer.
+
+        Raises:
+            Overloaded: every prefill server that was asked is full. Decode is not where that work should pile up.
+        """
+        full: Overloaded | None = None
         for _ in range(2):
             peer = self._fleet.choose("prefill", flight.chain)
             if peer is None:
@@ -272,11 +277,14 @@ class Front:
                     tokens, handoff, usage = await self._links.prefill(peer, text, ask, flight.left_s)
             except Unavailable as error:
                 self._lost(flight, peer, error)
+                full = error if isinstance(error, Overloaded) else full
                 continue
             flight.touched.pop()
             flight.prefill_usage = usage
             return tokens, handoff
         flight.instances.pop("prefill", None)
+        if full is not None:
+            raise full
         return (), ""
 
     async def _tokenize(self, flight: Flight) -> tuple[int, ...]:
@@ -355,9 +363,17 @@ class Front:
                 self._busy.clear()
                 await self._busy.wait()
             for flight in list(self._flights.values()):
-                if flight.task is not None and flight.sink.cancelled():
+                if flight.task is not None and self._gone(flight):
                     flight.task.cancel()
             await asyncio.sleep(max(_POLL_S, 0.001 * len(self._flights)))
+
+    @staticmethod
+    def _gone(flight: Flight) -> bool:
+        try:
+            return flight.sink.cancelled()
+        except Exception:  # one broken client must not end the watch over all others
+            log.exception("cannot tell whether the client is there request=%s", flight.asked.request_id)
+            return False
 
     async def _cancel_all(self, flight: Flight) -> None:
         await asyncio.gather(*(self._cancel(peer, name) for peer, name in flight.touched))

@@ -47,18 +47,29 @@ def find(setting: str = "auto") -> Installation:
         named = shutil.which(setting)
         if named is None:
             raise Missing(f"tritonserver: {setting} is not an executable file; give its path, or auto")
-        return Installation(Path(named))
+        return _at(Path(named))
     on_path = shutil.which("tritonserver")
     if on_path:
-        return Installation(Path(on_path))
-    package = importlib.util.find_spec("pytriton")
-    if package is None or not package.origin:
+        return _at(Path(on_path))
+    wheel = _wheel()
+    if wheel is None:
         raise Missing(f"no tritonserver: none on PATH, and nvidia-pytriton is not installed; run: {PIP_LINE}")
-    wheel = Path(package.origin).parent / "tritonserver"
     binary = wheel / "bin" / "tritonserver"
     if not binary.is_file():
         raise Missing(f"no tritonserver: nvidia-pytriton is installed without {binary}; run: {PIP_LINE}")
     return Installation(binary, wheel)
+
+
+def _at(binary: Path) -> Installation:
+    """The wheel's own binary needs the wheel's backends, by whatever path it was named."""
+    wheel = _wheel()
+    inside = wheel is not None and binary.resolve().is_relative_to(wheel.resolve())
+    return Installation(binary, wheel if inside else None)
+
+
+def _wheel() -> Path | None:
+    package = importlib.util.find_spec("pytriton")
+    return Path(package.origin).parent / "tritonserver" if package is not None and package.origin else None
 
 
 def preflight(installation: Installation) -> None:

@@ -22,6 +22,13 @@ from kvtool.triton.peers import Peer
 from kvtool.triton.wire import Ask, Step
 
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+CHANNEL = [
+    ("grpc.enable_http_proxy", 0),  # what the environment names is not meant for our own addresses
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
+"""gRPC channel options, here and in `client`."""
+
 _OPERATED = {
     "front": ("kvtool", "usage"),
     "prefill": ("prefill_engine", "HANDOFF"),
@@ -115,7 +122,7 @@ class Links:
                 closing = asyncio.ensure_future(self._clients.pop(old).close())
                 self._closing.add(closing)  # the loop itself holds tasks weakly
                 closing.add_done_callback(self._closing.discard)
-            self._clients[peer.identity] = triton.InferenceServerClient(peer.address)
+            self._clients[peer.identity] = triton.InferenceServerClient(peer.address, channel_args=CHANNEL)
         return self._clients[peer.identity]
 
     async def close(self) -> None:

@@ -26,6 +26,8 @@ from kvtool.triton.ports import Ports
 EXIT_TIMEOUT_S = 3
 """Time that the server gives requests in flight at its end."""
 _SHM = Path("/dev/shm")
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Loopback is never asked through a proxy that the environment names."""
 _NOISE = ("CudaDriverHelper", "CUDA driver version", "cuda", "pinned memory")
 
 
@@ -37,6 +39,7 @@ class Server:
     host: str
     ports: Ports
     log: Path
+    deployment: str
     shm_prefix: str
     popen: subprocess.Popen[bytes]
     started_at_s: float = field(default_factory=time.monotonic)
@@ -56,7 +59,7 @@ class Server:
         """Whether the server says that every model is loaded."""
         url = f"http://{self.host}:{self.ports.http}/v2/health/ready"
         try:
-            with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            with _DIRECT.open(url, timeout=timeout_s) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False
@@ -89,8 +92,8 @@ class Server:
             self.popen.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # its own session: only the server and what it started
+        own = [each for each in process.marked(self.deployment) if each.group == self.pid]  # a session of its own
+        process.kill(own, grace_s=0.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(5)
         unlink_shm(self.shm_prefix)
@@ -129,7 +132,7 @@ def start(
         )
     finally:
         os.close(descriptor)
-    return Server(name, host, ports, log, shm_prefix, popen)
+    return Server(name, host, ports, log, deployment, shm_prefix, popen)
 
 
 def flags(
