@@ -297,7 +297,8 @@ class Worker(ABC, Generic[J]):
         began_s = time.perf_counter()
         self._engine.prefill(job.sequence, tokens, job.at, end)
         seconds = time.perf_counter() - began_s
-        self._gate.compute_tokens_s.add(end - job.at, seconds)
+        step = self._block_tokens  # engines compute whole blocks, however few of their tokens are wanted
+        self._gate.compute_tokens_s.add((-(-end // step) - job.at // step) * step, seconds)
         self._count("computed_tokens", end - job.at)
         job.at = end
         job.served_at_s = self._clock.now_s()
