@@ -19,6 +19,8 @@ from blocks import KEYS, LAYOUT, payload, puts, room_for
 
 from kvtool.errors import Refused, SpecRefused
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.record import Grant, Want
+from kvtool.pool import wire
 from kvtool.pool.base import Outcome, Put, Tier
 from kvtool.pool.base import Path as By
 from kvtool.pool.client import PoolClient
@@ -429,6 +431,22 @@ def test_who_does_not_introduce_himself_or_talks_nonsense_is_hung_up_on(pool, cl
             while sock.recv(4096):
                 pass  # the greeting, perhaps a refusal, then the end
     assert client.alive() and clean(pool.run_dir)
+
+
+def test_a_slot_is_not_freed_by_a_lost_connection_while_its_client_still_writes(pool, client):
+    """Whoever breaks the connection: the rank may not give the slot away before the writer has let go of it."""
+    client.write(puts(KEYS[:12]))
+    link = client._ranks.all()[0].link
+    assert link.begin_writing()
+    wants = wire.pack_wants(0, [Want(b"held" + KEYS[0][4:], 100)])
+    answers, _ = wire.unpack_grants(link.call(wire.Op.RESERVE, wants, time.monotonic() + 5))
+    assert [answer.grant for answer in answers] == [Grant.GRANTED]
+    link._sock.sendall(b"nonsense" * 8)
+    until(lambda: link._look() or not link.connected, 3, "the rank hangs up")
+    assert {kind for _, kind in held(pool.run_dir)} <= {"reservation", "quarantine"} and not clean(pool.run_dir)
+    link.end_writing()
+    until(lambda: clean(pool.run_dir), 3, "the slot is free when the writer is done")
+    until(lambda: client.match(KEYS[:12]) == 12, 3, "and the client connects again")
 
 
 def test_ranks_whose_run_directory_is_gone_end_by_themselves(tmp_path):
