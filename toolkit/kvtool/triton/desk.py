@@ -1,6 +1,6 @@
 """What stands between a served engine model and its worker: requests, and operations (cancel, canary, status).
 
-Operations are answered at once, on the thread that asks; a canary is a real request of two tokens that goes through
+Operations are answered at once, on the thread that asks; a canary is a real request of a token or two that goes through
 the worker's queue and engine, so its answer proves more than readiness does. A worker that answered a real request
 just now has proved it already, and is not disturbed. Free of Triton's types.
 """
@@ -76,7 +76,7 @@ class PrefillDesk:
                     reply.say(_canary_answer(None, 0.0))
                     return
                 self._worker.submit(
-                    _canary(next(self._canaries)),
+                    _canary(next(self._canaries), tokens=2),
                     lambda done: reply.say(_canary_answer(done.error, time.monotonic() - began_s)),
                 )
             else:
@@ -115,7 +115,7 @@ class DecodeDesk:
                 if began_s - self._answered_s < _FRESH_S:
                     reply.say(_canary_answer(None, 0.0))
                     return
-                self._worker.submit(_canary(next(self._canaries)), _last_only(reply, began_s))
+                self._worker.submit(_canary(next(self._canaries), tokens=1), _last_only(reply, began_s))
             else:
                 reply.say(_operate(self._worker, op))
         except KvtoolError as error:
@@ -141,10 +141,11 @@ def _last_only(reply: Answer, began_s: float) -> Callable[[Event], None]:
     return on_event
 
 
-def _canary(number: int) -> Request:
-    """Other tokens each time: a prompt that the pool holds would be answered without the engine."""
-    tokens = (random.randrange(_CANARY_TOKENS), random.randrange(_CANARY_TOKENS))
-    return Request(f"{_CANARY}{number}", tokens, 1, deadline_s=_CANARY_DEADLINE_S, priority=100, ignore_eos=True)
+def _canary(number: int, tokens: int) -> Request:
+    """Other tokens each time: a prompt that the pool holds would be answered without the engine. Prefill computes all
+    tokens but the last, decode the last: one token less would prove less, one more would cost more."""
+    prompt = tuple(random.randrange(_CANARY_TOKENS) for _ in range(tokens))
+    return Request(f"{_CANARY}{number}", prompt, 1, deadline_s=_CANARY_DEADLINE_S, priority=100, ignore_eos=True)
 
 
 def _canary_answer(error: KvtoolError | None, seconds: float) -> str:

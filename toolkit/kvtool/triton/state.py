@@ -109,8 +109,13 @@ def stop(run_dir: Path) -> list[str]:
 
 
 def clean(run_dir: Path, state: dict[str, Any]) -> list[str]:
-    """Kill processes and remove shared memory that carry the deployment's id; forget the deployment."""
+    """Stop the pool, kill processes and remove shared memory that carry the deployment's id, forget the deployment."""
     said = []
+    if (run_dir / "pool").is_dir():
+        from kvtool.pool.launch import stop_pool
+
+        if stop_pool(run_dir / "pool"):
+            said.append("pool stopped")
     deployment = str(state.get("deployment", ""))
     if deployment:
         left = process.marked(deployment)
@@ -122,11 +127,6 @@ def clean(run_dir: Path, state: dict[str, Any]) -> list[str]:
         regions = unlink_shm(f"kvt-{deployment}-")
         if regions:
             said.append(f"{len(regions)} shared memory regions removed")
-    if (run_dir / "pool").is_dir():
-        from kvtool.pool.launch import stop_pool
-
-        if stop_pool(run_dir / "pool"):
-            said.append("pool stopped")
     for name in (FILE, PEERS_FILE):
         (run_dir / name).unlink(missing_ok=True)
     return said
