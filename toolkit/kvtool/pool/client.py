@@ -11,6 +11,7 @@ budget of one call and at once from then on, until it answers.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import threading
@@ -172,23 +173,28 @@ class PoolClient:
         return self._group(keys, run, deadline_s, whole=True)
 
     def _group(self, keys: Sequence[BlockKey], run: _Run, deadline_s: float, whole: bool) -> list[_Part]:
-        parts: dict[int, _Part] = {}
-        down: set[int] = set()
+        """`keys` by rank; those of ranks that cannot be asked are missing, and so is all behind them when `whole`."""
+        positions: dict[Access | None, list[int]] = {}
         for position, access in enumerate(self._ranks.owners(keys)):
-            rank = -1 if access is None else access.state.rank
-            part = parts.get(rank)
-            if part is None:
-                if rank in down or access is None or not self._reachable(access, deadline_s):
-                    run.end(position, "rank_down")
-                    self._ranks.lost()
-                    down.add(rank)
-                    if whole:
-                        break
-                    continue
-                part = parts[rank] = _Part(access, access.memory, number=next(self._numbers))
-            part.positions.append(position)
-            part.keys.append(keys[position])
-        return list(parts.values())
+            mine = positions.get(access)
+            if mine is None:
+                positions[access] = [position]
+            else:
+                mine.append(position)
+        parts = []
+        for access, mine in positions.items():
+            if whole and mine[0] >= run.cut:
+                continue
+            if access is None or not self._reachable(access, deadline_s):
+                run.end(mine[0], "rank_down")
+                self._ranks.lost()
+                continue
+            parts.append(_Part(access, access.memory, mine, [], number=next(self._numbers)))
+        for part in parts:
+            if whole and part.positions[-1] >= run.cut:
+                part.positions = part.positions[: bisect.bisect_left(part.positions, run.cut)]
+            part.keys = [keys[position] for position in part.positions]
+        return [part for part in parts if part.keys]
 
     def _reachable(self, access: Access, deadline_s: float) -> bool:
         try:
