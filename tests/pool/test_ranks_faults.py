@@ -268,6 +268,17 @@ def test_a_killed_rank_is_a_miss_within_a_second_and_a_restarted_pool_is_found(t
         stop_pool(tmp_path)
 
 
+def test_a_pool_whose_launcher_left_no_note_is_stopped_and_cleaned_up_all_the_same(tmp_path):
+    handle = start_pool(PoolConfig(LAYOUT, ranks=1, dram_size=room_for(4), file_size=2**20, ucx=False), tmp_path)
+    (tmp_path / "launch.json").unlink()
+    (tmp_path / "pool.json").unlink()
+    os.kill(handle.rank_pids[0], signal.SIGSTOP)
+    assert stop_pool(tmp_path, timeout_s=3)
+    assert started_at(handle.rank_pids[0]) is None and list(SHM.glob(f"{handle.prefix}*")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pool.log"]
+    until(lambda: os.waitpid(handle.pid, os.WNOHANG)[0], 5, "mpiexec ends with its last rank")
+
+
 def test_a_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
     config = PoolConfig(LAYOUT, ranks=2, dram_size=room_for(4), file_dir=tmp_path / "nowhere", start_timeout_s=20)
     with pytest.raises(Exception, match=r"(?s)did not start.*nowhere"):

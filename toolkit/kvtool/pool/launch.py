@@ -131,8 +131,9 @@ def stop_pool(run_dir: Path, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         child = _children.pop(launcher[0], None)
         if child is not None:
             child.wait(timeout_s)
-    if launch:
-        _remove_names(run_dir, launch["prefix"], Path(launch["file_dir"]))
+    named = launch or _read_json(run_dir / CONFIG)  # a launcher that died before it could say whom it started
+    if named:
+        _remove_names(run_dir, named["prefix"], Path(named["file_dir"]))
     for name in (FILE, CONFIG, LAUNCH):
         (run_dir / name).unlink(missing_ok=True)
     shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
@@ -276,11 +277,15 @@ def _tail(run_dir: Path, lines: int = 12) -> str:
 
 
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
+    return _read_json(run_dir / LAUNCH)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        launch: dict[str, Any] = json.loads((run_dir / LAUNCH).read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return launch
+    return found
 
 
 def _processes(run_dir: Path) -> list[tuple[int, int]]:
