@@ -88,6 +88,12 @@ class Deployment:
             usage = dict(piece.usage)
         return tokens, text, usage
 
+    def open_http(self, inputs: dict[str, Any]) -> Any:
+        port = self.server("front-0")["http_port"]
+        url = f"http://127.0.0.1:{port}/v2/models/kvtool/generate_stream"
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return direct.open(url, json.dumps(inputs).encode(), timeout=60)
+
     def held(self) -> list[Any]:
         """What prefill and decode workers and the front hold now."""
 
@@ -133,11 +139,7 @@ def test_a_second_ask_hits_the_pool_and_gives_the_same_answer(deployment):
 
 def test_the_http_endpoint_streams_the_same_tokens(deployment):
     tokens, text, _ = deployment.ask(max_tokens=4)
-    port = deployment.server("front-0")["http_port"]
-    body = json.dumps({"text_input": PROMPT, "max_tokens": 4, "ignore_eos": True}).encode()
-    with urllib.request.urlopen(
-        f"http://127.0.0.1:{port}/v2/models/kvtool/generate_stream", body, timeout=60
-    ) as answer:
+    with deployment.open_http({"text_input": PROMPT, "max_tokens": 4, "ignore_eos": True}) as answer:
         events = [json.loads(line[6:]) for line in answer.read().decode().splitlines() if line.startswith("data: ")]
     assert "".join(event["text_output"] for event in events) == text
     assert [event["token_ids"] for event in events if event["token_ids"] != []] == tokens
@@ -173,11 +175,18 @@ def test_text_that_is_no_utf8_is_refused(deployment):
     assert "RequestRefused: text_input: wanted UTF-8, found byte 0xe9 at offset 3" in got[0].message()
 
 
-def test_a_client_that_leaves_frees_everything_on_both_sides(deployment):
-    pieces = stream(deployment.url, PROMPT, max_tokens=2000, ignore_eos=True)
-    next(pieces)
+@pytest.mark.parametrize("way", ["gRPC", "HTTP"])
+def test_a_client_that_leaves_frees_everything_on_both_sides(deployment, way):
+    if way == "gRPC":
+        pieces = stream(deployment.url, PROMPT, max_tokens=2000, ignore_eos=True)
+        next(pieces)
+        leave = pieces.close
+    else:
+        answer = deployment.open_http({"text_input": PROMPT, "max_tokens": 2000, "ignore_eos": True})
+        assert answer.readline().startswith(b"data: ")
+        leave = answer.close
     assert [flight["stage"] for flight in operate(deployment.url, "status")["in_flight"]] == ["decode"]
-    pieces.close()
+    leave()
     began_s = time.monotonic()
     _until("nothing is held", lambda: not deployment.held(), 30)
     assert time.monotonic() - began_s < 10

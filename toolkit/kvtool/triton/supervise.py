@@ -19,7 +19,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,17 @@ from kvtool.config.spec import Spec
 from kvtool.engine.manifest import read_manifest
 from kvtool.errors import KvtoolError, Unavailable
 from kvtool.triton import install, process, server, settings
+from kvtool.triton.canary import canary
+from kvtool.triton.instance import Instance
 from kvtool.triton.keeper import PoolKeeper
 from kvtool.triton.peers import FILE as PEERS_FILE
-from kvtool.triton.peers import Peer, Peers, write_whole
+from kvtool.triton.peers import Peers, write_whole
 from kvtool.triton.ports import Ports, choose
 from kvtool.triton.render import render
 from kvtool.triton.rpc import Links
 from kvtool.triton.state import FILE, clean, locked, make_run_dir, read_state_or_nothing
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvtool.triton.supervise")  # also when run by -m
 
 LOOK_S = 0.25
 """Between two looks at processes."""
@@ -44,29 +45,6 @@ BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the n-th restart in a row; a server that served for HEALTHY_S starts over."""
 HEALTHY_S = 60.0
 _CANCEL_S = 2.0
-
-
-@dataclass
-class Instance:
-    """One server of the deployment over all its lives."""
-
-    name: str
-    role: str
-    state: str = "starting"
-    epoch: int = 0
-    restarts: int = 0
-    failures: int = 0
-    server: server.Server | None = None
-    ports: Ports | None = None
-    stubs: list[process.Process] = field(default_factory=list)
-    canary_at_s: float | None = None
-    canary_took_s: float | None = None
-    last_error: str = ""
-
-    @property
-    def peer(self) -> Peer:
-        assert self.server is not None
-        return Peer(self.name, self.role, self.server.grpc_address, self.epoch)
 
 
 class Supervisor:
@@ -162,7 +140,7 @@ class Supervisor:
                 try:
                     await self._bring_up(instance)
                     break
-                except KvtoolError as error:
+                except (KvtoolError, OSError) as error:
                     reason = str(error)
 
     async def _bring_up(self, instance: Instance) -> None:
@@ -209,7 +187,7 @@ class Supervisor:
             while True:
                 if instance.server.exited():
                     return f"tritonserver ended ({instance.server.popen.returncode}): {instance.server.reason()}"
-                states = [_state(stub) for stub in instance.stubs]
+                states = instance.stub_states()
                 if "gone" in states:
                     return "a model's process died"
                 stopped = stopped + 1 if "stopped" in states else 0
@@ -232,15 +210,10 @@ class Supervisor:
             self._publish()
 
     async def _canary(self, instance: Instance) -> None:
-        """One small real inference. Raises KvtoolError: it failed, or took too long."""
+        """Raises KvtoolError: it failed, or is late while the engine does nothing else."""
         assert self._links is not None
-        began_s = time.monotonic()
-        answer = json.loads(
-            await self._links.operate(instance.peer, {"op": "canary"}, self.spec.supervise.canary_timeout)
-        )
-        if not answer.get("ok", True):
-            raise Unavailable(f"{instance.name}: {answer.get('error', {}).get('message', answer)}")
-        instance.canary_at_s, instance.canary_took_s = time.time(), time.monotonic() - began_s
+        instance.canary_took_s = await canary(self._links, instance.peer, self.spec.supervise.canary_timeout)
+        instance.canary_at_s = time.time()
 
     async def _stop(self) -> None:
         if self._phase != "failed":
@@ -261,16 +234,22 @@ class Supervisor:
     # What others read.
 
     def _publish(self) -> None:
-        """Write the address file and the state."""
-        serving = tuple(each.peer for each in self.instances if each.state == "serving" and each.role != "front")
+        """Write the address file and the state. A full disk must not end what runs: the next change writes again."""
         state = self.state()
+        try:
+            self._write_peers()
+            write_whole(self.run_dir / FILE, state)
+        except OSError as error:
+            log.warning("state not written error=%s", error)
+        if self._progress:
+            self._progress(state)
+
+    def _write_peers(self) -> None:
+        serving = tuple(each.peer for each in self.instances if each.state == "serving" and each.role != "front")
         peers = Peers(serving, bool(self._pool and self._pool.up))
         if self._phase in ("starting", "running") and peers != self._published:
             peers.write(self.run_dir / PEERS_FILE)
             self._published = peers
-        write_whole(self.run_dir / FILE, state)
-        if self._progress:
-            self._progress(state)
 
     def state(self) -> dict[str, Any]:
         myself = process.look(os.getpid())
@@ -282,7 +261,7 @@ class Supervisor:
             "error": self._error,
             "host": self.spec.front.host,
             "supervisor": {"pid": myself.pid, "started_ticks": myself.started_ticks},
-            "servers": [_instance_fields(instance) for instance in self.instances],
+            "servers": [instance.fields() for instance in self.instances],
             "pool": self._pool.state() if self._pool else {"state": "off"},
         }
 
@@ -315,38 +294,8 @@ async def _all(work: list[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _state(stub: process.Process) -> str:
-    now = process.look(stub.pid)
-    if now is None or not now.alive or now.started_ticks != stub.started_ticks:
-        return "gone"
-    return "stopped" if now.state == "T" else "runs"
-
-
 def _age(started: server.Server) -> float:
     return time.monotonic() - started.started_at_s
-
-
-def _instance_fields(instance: Instance) -> dict[str, Any]:
-    running = instance.server if instance.state != "failed" else None
-    found = process.look(running.pid) if running else None
-    ports = instance.ports
-    return {
-        "name": instance.name,
-        "role": instance.role,
-        "state": instance.state,
-        "epoch": instance.epoch,
-        "restarts": instance.restarts,
-        "last_error": instance.last_error,
-        "pid": running.pid if running else None,
-        "started_ticks": found.started_ticks if found else None,
-        "stubs": [stub.pid for stub in instance.stubs],
-        "http_port": ports.http if ports else None,
-        "grpc_port": ports.grpc if ports else None,
-        "metrics_port": ports.metrics if ports else None,
-        "canary_at_s": instance.canary_at_s,
-        "canary_took_s": instance.canary_took_s,
-        "log": str(running.log) if running else "",
-    }
 
 
 def main(run_dir: Path, progress: Callable[[dict[str, Any]], None] | None = None) -> None:
