@@ -22,7 +22,7 @@ class Instance:
     failures: int = 0
     server: server.Server | None = None
     ports: Ports | None = None
-    stubs: list[process.Process] = field(default_factory=list)
+    watched: list[process.Process] = field(default_factory=list)
     canary_at_s: float | None = None
     canary_took_s: float | None = None
     last_error: str = ""
@@ -32,9 +32,9 @@ class Instance:
         assert self.server is not None
         return Peer(self.name, self.role, self.server.grpc_address, self.epoch)
 
-    def stub_states(self) -> list[str]:
-        """ "runs", "stopped" or "gone" for each Python stub. A few reads of /proc."""
-        return [_state(stub) for stub in self.stubs]
+    def states(self) -> list[str]:
+        """ "runs", "stopped" or "gone" for the server and each of its Python stubs. A few reads of /proc."""
+        return [_state(each) for each in self.watched]
 
     def fields(self) -> dict[str, Any]:
         """For deploy.json."""
@@ -50,7 +50,7 @@ class Instance:
             "last_error": self.last_error,
             "pid": running.pid if running else None,
             "started_ticks": found.started_ticks if found else None,
-            "stubs": [stub.pid for stub in self.stubs],
+            "stubs": [each.pid for each in self.watched if running and each.pid != running.pid],
             "http_port": ports.http if ports else None,
             "grpc_port": ports.grpc if ports else None,
             "metrics_port": ports.metrics if ports else None,
@@ -60,8 +60,8 @@ class Instance:
         }
 
 
-def _state(stub: process.Process) -> str:
-    now = process.look(stub.pid)
-    if now is None or not now.alive or now.started_ticks != stub.started_ticks:
+def _state(known: process.Process) -> str:
+    now = process.look(known.pid)
+    if now is None or not now.alive or now.started_ticks != known.started_ticks:
         return "gone"
     return "stopped" if now.state == "T" else "runs"

@@ -76,9 +76,11 @@ class Server:
                 )
             time.sleep(0.05)
 
-    def stubs(self) -> list[process.Process]:
-        """The Python stubs, one for each model instance; dead ones are missing or zombies."""
-        return [child for child in process.children(self.pid) if child.name == install.STUB[:15]]  # comm is cut
+    def family(self) -> list[process.Process]:
+        """The server and its Python stubs, one for each model instance; what is dead is missing or a zombie."""
+        stubs = [child for child in process.children(self.pid) if child.name == install.STUB[:15]]  # comm is cut
+        own = process.look(self.pid)
+        return [own, *stubs] if own is not None else stubs
 
     def reason(self) -> str:
         """The error in the log that most likely explains a failed start."""

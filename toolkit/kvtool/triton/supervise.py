@@ -159,7 +159,7 @@ class Supervisor:
         )
         self._publish()
         await asyncio.to_thread(started.wait_ready, self.spec.supervise.start_timeout)
-        instance.stubs = await asyncio.to_thread(started.stubs)
+        instance.watched = await asyncio.to_thread(started.family)
         await self._canary(instance)
         instance.state = "serving"
         log.info("server ready name=%s pid=%d seconds=%.2f", instance.name, started.pid, _age(started))
@@ -187,12 +187,12 @@ class Supervisor:
             while True:
                 if instance.server.exited():
                     return f"tritonserver ended ({instance.server.popen.returncode}): {instance.server.reason()}"
-                states = instance.stub_states()
+                states = instance.states()
                 if "gone" in states:
-                    return "a model's process died"
+                    return "one of its processes died"
                 stopped = stopped + 1 if "stopped" in states else 0
                 if stopped >= 4:
-                    return "a model's process is stopped"
+                    return "one of its processes is stopped"
                 if canary.done():
                     return canary.result()
                 await asyncio.sleep(LOOK_S)
@@ -207,6 +207,9 @@ class Supervisor:
                 await self._canary(instance)
             except KvtoolError as error:
                 return f"the canary failed: {error}"
+            except Exception as bug:  # what nobody foresaw costs this server a restart, not all of them their lives
+                log.exception("canary failed name=%s", instance.name)
+                return f"the canary failed: {type(bug).__name__}: {bug}"
             self._publish()
 
     async def _canary(self, instance: Instance) -> None:
