@@ -11,6 +11,7 @@ import pytest
 
 from kvtool.errors import Missing, Unavailable
 from kvtool.triton import install, process
+from kvtool.triton.client import operate, stream
 from kvtool.triton.ports import choose, holder
 from kvtool.triton.server import failure, unlink_shm
 
@@ -112,3 +113,19 @@ def test_numpy_2_is_refused_before_it_corrupts_tensors(monkeypatch):
         Missing, match=r"numpy 2.1.0 is installed.*silently corrupts tensors.*pip install 'numpy>=1.26,<2'"
     ):
         install.preflight(installation)
+
+
+def test_an_address_where_nobody_listens_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"127.0.0.1:{free.getsockname()[1]}"
+    for _ in range(5):  # tritonclient tells it in two ways
+        with pytest.raises(Unavailable, match=rf"{url}: no Triton server answers there: "):
+            list(stream(url, "hello", timeout_s=10))
+    with pytest.raises(Unavailable, match=url):
+        operate(url, "status")
+
+
+@pytest.mark.parametrize("colour", [{"colour": "red"}, {"max_token": 3}])
+def test_a_misspelt_option_is_refused_by_name(colour):
+    with pytest.raises(TypeError, match=rf"unknown options {next(iter(colour))}; known: chat, max_tokens"):
+        next(stream("127.0.0.1:1", "hello", **colour))

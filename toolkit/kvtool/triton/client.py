@@ -84,7 +84,7 @@ def stream(
             if piece.finish_reason:
                 return
     except InferenceServerException as error:
-        raise _raised(url, error) from None
+        raise _raised(url, _told(got) or error) from None
     finally:
         client.stop_stream(cancel_requests=True)
         client.close()
@@ -139,13 +139,21 @@ def operate(url: str, op: str, request_id: str = "", timeout_s: float = 10.0) ->
     except queue.Empty:
         raise DeadlinePassed(f"{url}: no answer to {op} in {timeout_s:g} s") from None
     except InferenceServerException as failed:
-        raise _raised(url, failed) from None
+        raise _raised(url, _told(got) or failed) from None
     finally:
         client.stop_stream(cancel_requests=True)
         client.close()
     if error is not None:
         raise _raised(url, error)
     return dict(_piece(result).usage)
+
+
+def _told(got: queue.Queue[tuple[Any, Any]]) -> Any:
+    """The error that ended a stream, where tritonclient raises only that it has ended."""
+    try:
+        return got.get(timeout=1.0)[1]
+    except queue.Empty:
+        return None
 
 
 def _inputs(prompt: str | Sequence[Mapping[str, str]], stop: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
