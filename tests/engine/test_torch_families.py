@@ -54,11 +54,12 @@ def test_logits_and_kv_are_transformers(tmp_path: Path, family: str) -> None:
     engine.close(sequence)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_odd_widths_are_shape_stable_too(tmp_path: Path, family: str) -> None:
-    """An intermediate size that is no multiple of a vector, biases, norms per head: still the same bits."""
+def test_odd_widths_are_shape_stable_too(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """In both widths that prefill may run in, whatever the CPU. The intermediate size is no multiple of a vector."""
     directory = build(write_checkpoint(tmp_path / "m", family), tmp_path / "out").directory
-    engine = TorchEngine(directory, read_manifest(directory), threads=2, blocks=12)
+    engine = TorchEngine(directory, read_manifest(directory), threads=2, blocks=12, dtype=dtype)
     whole, parts = engine.open(COUNT), engine.open(COUNT)
     engine.prefill(whole, TOKENS, 0, COUNT)
     for start in range(0, COUNT, 11):

@@ -135,14 +135,14 @@ class LinearMaker:
         return Rows(linear_products(weight, self.dtype)[way](), plan)
 
     def _choose(self, weight: torch.Tensor) -> tuple[int, RowPlan]:
-        """The first product that runs free, else the first that runs at all, in tiles."""
+        """The first product that agrees from two rows on; else the one that agrees from the fewest, else tiles."""
         seen: list[tuple[int, RowPlan]] = []
         for way, start in enumerate(linear_products(weight, self.dtype)):
             try:
                 plan = probe(start(), weight.shape[1], self.dtype, PREFILL_ROWS, anchor=64)
             except RuntimeError:  # torch without oneDNN, or a shape that it does not pack
                 continue
-            if plan.free:
+            if plan.free and plan.rows_min <= 2:
                 return way, plan
             seen.append((way, plan))
-        return seen[0]
+        return min(seen, key=lambda choice: choice[1].rows_min if choice[1].free else ROWS_MAX + 1)
