@@ -1,18 +1,13 @@
-"""Starting and stopping a pool: mpiexec, the run directory, and what must not be left behind.
+"""Starting and stopping a pool: mpiexec, its ranks, and what they leave in the run directory (see `pool.rundir`).
 
-    run_dir/            mode 0700
-      rank.json           what the ranks are told (0600: it holds the pool's key)
-      launch.json         mpiexec's pid and start time, and the prefix of every name that the pool makes
-      pool.json           written by the ranks: where they are (0600)
-      pool.log            what ranks and mpiexec said
-      PREFIX-N.sock       control sockets; PREFIX-N under /dev/shm: segments; PREFIX-N.blocks: files
-
-Processes are stopped by pid and start time, so never somebody else's; ranks that lost their mpiexec are found by their
-command line. Whoever was killed -9 leaves names behind, all with the prefix, and `stop_pool` removes them.
+Starting takes a turn in the run directory until the launcher's note is written; waiting for the ranks to answer does
+not, so that a start can be stopped. From the note on a second start finds the first one's pool, and a start that fails
+takes down its own pool only: by then another one may run there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -31,15 +26,30 @@ from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
 from kvtool.pool.config import PoolConfig, RankConfig
 from kvtool.pool.link import Link
 from kvtool.pool.memory import SlotMemory
+from kvtool.pool.rundir import (
+    CONFIG,
+    LAUNCH,
+    LOG,
+    MPI_TMP,
+    named,
+    own,
+    pool_runs,
+    rank_processes,
+    read_launch,
+    remove_names,
+    tail,
+    turn,
+    untouched,
+)
 from kvtool.pool.state import FILE, PoolState, read_state, runs, started_at, write_private
 from kvtool.pool.wire import Op, unpack_map
 from kvtool.transfer.room import demand, rooms
-from kvtool.transfer.segment import SHM, unlink_prefix
+from kvtool.transfer.segment import SHM
 
 log = logging.getLogger("kvtool.pool")
 
-LAUNCH, CONFIG, LOG, MPI_TMP = "launch.json", "rank.json", "pool.log", "mpi"
 STOP_TIMEOUT_S = 5.0
+TURN_S = 30.0
 _POLL_S = 0.02
 _HELLO_S = 1.0
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_")
@@ -99,45 +109,84 @@ def start_pool(config: PoolConfig, run_dir: Path) -> PoolHandle:
     """
     mpiexec = find_mpiexec()
     run_dir = run_dir.absolute()
-    _own_directory(run_dir)
-    if _pool_runs(run_dir):
-        raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
-    stop_pool(run_dir)
-    slots = SlotMemory.slots_in(config.dram_size, config.layout.block_size)
-    wanted = config.ranks * SlotMemory.size(slots, config.layout.block_size)
-    demand(f"{config.ranks} ranks", wanted, rooms(SHM), "pool.dram_size or pool.ranks")
+    own(run_dir)
     prefix = f"kvtool-{secrets.token_hex(5)}"
-    _write_rank_config(config, run_dir, prefix)
-    process = _spawn(mpiexec, config, run_dir, prefix)
+    try:
+        with turn(run_dir, 0):
+            process = _launch(mpiexec, config, run_dir, prefix)
+    except PoolUnavailable as error:
+        raise Refused(str(error)) from None
     try:
         return _await_ranks(config, run_dir, prefix, process)
     except BaseException:
-        stop_pool(run_dir)
+        _undo(config, run_dir, prefix, process)
         raise
+
+
+def _launch(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
+    if pool_runs(run_dir):
+        raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
+    _stop(run_dir, STOP_TIMEOUT_S)
+    slots = SlotMemory.slots_in(config.dram_size, config.layout.block_size)
+    wanted = config.ranks * SlotMemory.size(slots, config.layout.block_size)
+    demand(f"{config.ranks} ranks", wanted, rooms(SHM), "pool.dram_size or pool.ranks")
+    try:
+        _write_rank_config(config, run_dir, prefix)
+        return _spawn(mpiexec, config, run_dir, prefix)
+    except BaseException:
+        _stop(run_dir, STOP_TIMEOUT_S)
+        raise
+
+
+def _undo(config: PoolConfig, run_dir: Path, prefix: str, process: subprocess.Popen[bytes]) -> None:
+    """Take down the pool that this start began, and no other."""
+    with turn(run_dir, TURN_S):
+        launch = read_launch(run_dir)
+        if launch is not None and launch["prefix"] == prefix:
+            _stop(run_dir, STOP_TIMEOUT_S)
+        else:  # stopped by somebody else
+            _reap(process.pid, STOP_TIMEOUT_S)
+            remove_names(run_dir, prefix, config.file_dir or run_dir)
 
 
 def stop_pool(run_dir: Path, timeout_s: float = STOP_TIMEOUT_S) -> bool:
     """Stop whatever of a pool runs in `run_dir`, however much of it is dead, and remove what it made.
 
     Politely first, so that ranks remove their own; after `timeout_s` with SIGKILL. Whether anything was there.
+
+    Raises:
+        PoolUnavailable: another process has been starting or stopping a pool there for too long.
     """
     run_dir = run_dir.absolute()
-    launch = _read_launch(run_dir)
-    found = _processes(run_dir)
-    launcher = (launch["pid"], launch["started"]) if launch else None
-    _end(found, timeout_s)
-    if launcher is not None:
-        _end([launcher], timeout_s)
-        child = _children.pop(launcher[0], None)
-        if child is not None:
-            child.wait(timeout_s)
-    named = launch or _read_json(run_dir / CONFIG)  # a launcher that died before it could say whom it started
-    if named:
-        _remove_names(run_dir, named["prefix"], Path(named["file_dir"]))
-    for name in (FILE, CONFIG, LAUNCH):
-        (run_dir / name).unlink(missing_ok=True)
-    shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
+    if untouched(run_dir) and not rank_processes(run_dir):
+        return False
+    with turn(run_dir, TURN_S):
+        return _stop(run_dir, timeout_s)
+
+
+def _stop(run_dir: Path, timeout_s: float) -> bool:
+    launch, found, names = read_launch(run_dir), rank_processes(run_dir), named(run_dir)
+    try:
+        _end(found, timeout_s)
+        if launch is not None:
+            _end([(launch["pid"], launch["started"])], timeout_s)
+            _reap(launch["pid"], timeout_s)
+    finally:  # whoever is left, his names go
+        if names:
+            remove_names(run_dir, names["prefix"], Path(names["file_dir"]))
+        for name in (FILE, CONFIG, LAUNCH):
+            (run_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
     return bool(found) or launch is not None
+
+
+def _reap(pid: int, timeout_s: float) -> None:
+    """Take the exit status of a child of ours; one that does not end stays known, for the next one who asks."""
+    child = _children.get(pid)
+    if child is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout_s)
+            _children.pop(pid, None)
 
 
 def pool_status(run_dir: Path, *, audit: bool = False, budget_s: float = _HELLO_S) -> PoolStatus:
@@ -148,7 +197,7 @@ def pool_status(run_dir: Path, *, audit: bool = False, budget_s: float = _HELLO_
     """
     run_dir = run_dir.absolute()
     state = read_state(run_dir / FILE)
-    launch = _read_launch(run_dir)
+    launch = read_launch(run_dir)
     ranks = []
     for rank in state.ranks:
         status = RankStatus(rank.rank, rank.identity, rank.pid, runs(rank.pid, rank.started))
@@ -181,18 +230,6 @@ def find_mpiexec() -> str:
             f"a pool of ranks needs Open MPI, and {what} was not found; install it: pip install 'kvtool[mpi]'"
         )
     return found
-
-
-def _own_directory(run_dir: Path) -> None:
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if run_dir.stat().st_uid != os.geteuid():
-        raise Refused(f"{run_dir} belongs to another user; give a run directory of your own")
-    run_dir.chmod(0o700)
-
-
-def _pool_runs(run_dir: Path) -> bool:
-    launch = _read_launch(run_dir)
-    return bool(launch and runs(launch["pid"], launch["started"])) or bool(_processes(run_dir))
 
 
 def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
@@ -255,7 +292,7 @@ def _await_ranks(config: PoolConfig, run_dir: Path, prefix: str, process: subpro
     deadline_s, state = time.monotonic() + config.start_timeout_s, None
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise PoolUnavailable(f"the pool did not start: mpiexec ended with {process.returncode}.\n{_tail(run_dir)}")
+            raise PoolUnavailable(f"the pool did not start: mpiexec ended with {process.returncode}.\n{tail(run_dir)}")
         if state is None and (run_dir / FILE).exists():
             state = read_state(run_dir / FILE)
         if state is not None and pool_status(run_dir, budget_s=deadline_s - time.monotonic()).whole:
@@ -263,45 +300,8 @@ def _await_ranks(config: PoolConfig, run_dir: Path, prefix: str, process: subpro
             return PoolHandle(run_dir, run_dir / FILE, process.pid, pids, prefix)
         time.sleep(_POLL_S)
     raise PoolUnavailable(
-        f"the pool did not start in {config.start_timeout_s:g} s; {run_dir / LOG} ends with:\n{_tail(run_dir)}"
+        f"the pool did not start in {config.start_timeout_s:g} s; {run_dir / LOG} ends with:\n{tail(run_dir)}"
     )
-
-
-def _tail(run_dir: Path, lines: int = 12) -> str:
-    try:
-        text = (run_dir / LOG).read_text(errors="replace").splitlines()
-    except OSError:
-        return "(no log)"
-    said = [line for line in text if line.startswith("rank ")]  # a rank's own sentence, not what mpiexec says of it
-    return "\n".join(said or text[-lines:]) or "(the log is empty)"
-
-
-def _read_launch(run_dir: Path) -> dict[str, Any] | None:
-    return _read_json(run_dir / LAUNCH)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found
-
-
-def _processes(run_dir: Path) -> list[tuple[int, int]]:
-    """(pid, start) of every rank with this run directory's configuration, whoever its parent is by now."""
-    mark = f"kvtool.pool.rank\0--config\0{run_dir / CONFIG}\0".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            started = started_at(int(entry.name))
-            if mark in command and b"mpiexec" not in command and b"prterun" not in command and started is not None:
-                found.append((int(entry.name), started))
-    return found
 
 
 def _end(processes: list[tuple[int, int]], timeout_s: float) -> None:
@@ -315,7 +315,7 @@ def _end(processes: list[tuple[int, int]], timeout_s: float) -> None:
         while any(runs(pid, started) for pid, started in processes):
             if time.monotonic() >= until_s:
                 break
-            for child in _children.values():
+            for child in list(_children.values()):
                 child.poll()
             time.sleep(_POLL_S)
         else:
@@ -328,10 +328,3 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
-
-
-def _remove_names(run_dir: Path, prefix: str, file_dir: Path) -> None:
-    unlink_prefix(prefix)
-    for directory, pattern in ((run_dir, f"{prefix}-*.sock"), (file_dir, f"{prefix}-*.blocks")):
-        for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)
