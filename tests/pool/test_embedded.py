@@ -167,3 +167,60 @@ def test_many_threads_read_only_what_was_put_under_a_key():
     assert failures == []
     assert pool.audit() == []
     pool.close()
+
+
+def test_a_closed_pool_misses_and_refuses_and_what_was_read_stays_readable(tmp_path):
+    pool = EmbeddedPool(LAYOUT, room_for(8), file_size=64 * LAYOUT.block_size, file_dir=tmp_path)
+    pool.write(puts(KEYS[:12]), budget_s=20)
+    with pool.read(KEYS[8:12], budget_s=20) as read:
+        pool.close()
+        assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[8:12]]
+        assert read.whole() == 4
+    assert pool.match(KEYS) == 0 and pool.drop(KEYS) == 0 and not pool.alive()
+    with pool.read(KEYS[:12], budget_s=20) as nothing:
+        assert list(nothing.blocks) == []
+    assert pool.counts().misses == {"rank_down": 12}
+    late = pool.write(puts(KEYS[40:60]), budget_s=20)
+    assert {(r.outcome, r.reason) for r in late} == {(Outcome.REFUSED, "the pool is closed")}
+    pool.audit()
+
+
+class AtOnce:
+    """A file tier whose moves are over before they were handed out; says in which order things were begun and ended."""
+
+    def __init__(self, files, log):
+        self._files, self._log = files, log
+
+    def __getattr__(self, name):
+        return getattr(self._files, name)
+
+    def write(self, slot, data, key, *, sum):
+        future = self._files.write(slot, data, key, sum=sum)
+        future.exception(20)
+        self._log.append("begun")
+        return future
+
+    def read(self, slot, out, key):
+        future = self._files.read(slot, out, key)
+        future.exception(20)
+        return future
+
+
+def test_a_move_that_is_over_at_once_is_told_to_the_rules_after_everything_else_was_begun(tmp_path):
+    """Told in the midst of it, the rules would free and stamp slots that later actions of the batch speak of."""
+    pool, log = EmbeddedPool(LAYOUT, room_for(32), file_size=99 * LAYOUT.block_size, file_dir=tmp_path), []
+    pool._tiers.files = AtOnce(pool._tiers.files, log)
+    demoted = pool._store.demoted
+    pool._store.demoted = lambda *what: (log.append("told"), demoted(*what))
+    try:
+        pool.write(puts(KEYS[:32]), budget_s=20)
+        log.clear()
+        results = pool.write(puts(KEYS[100:110]), budget_s=20)
+        assert {result.outcome for result in results} == {Outcome.STORED}
+        first = log[: log.index("told")]
+        assert len(first) > 1 and log[len(first) : 2 * len(first)] == ["told"] * len(first), log
+        assert pool.match(KEYS[:32]) == 32
+        with pool.read(KEYS[:32], budget_s=20) as read:
+            assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[:32]]
+    finally:
+        pool.close()

@@ -2,6 +2,9 @@
 
 Thread-safe: one lock around the rules, which take microseconds; bytes are filled, hashed and moved outside it. What is
 due by the clock ends at the start of every call: without calls there is nobody whom a late ending could hurt.
+
+A move between the tiers may end while it is being started, in the same thread. What came of it waits until everything
+else that the rules wanted done is done: rules must not hear of a move's end in the middle of carrying out its batch.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import pathlib
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from kvtool.clock import Clock, SystemClock
@@ -63,7 +67,8 @@ class EmbeddedPool:
         self._changed = threading.Condition()
         self._reads = itertools.count(1)
         self._counting = Counting()
-        self._closed = False
+        self._closed = self._carrying = False
+        self._events: deque[Event] = deque()
         self._file_dir = file_dir
         self._file_path: pathlib.Path | None = None
         self._tiers = Tiers(self._store, self._memory, None, self._post)
@@ -85,20 +90,25 @@ class EmbeddedPool:
 
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
         with self._changed:
+            if self._closed:
+                return 0
             self._tick()
             return self._store.match(keys)
 
     def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> PoolRead:
         until_s = time.monotonic() + budget_s
         with self._changed:
+            if self._closed:
+                self._counting.missed("rank_down", len(keys))
+                return PoolRead([], [], [])
             now_s = self._tick()
             read_id = (_OWNER, next(self._reads))
             reading = self._store.begin_read(read_id, list(keys), now_s, wait_s=budget_s)
-            self._tiers.carry_out()
+            moved = self._carry_out()
             deadline_s = now_s + self._store.leases.term_s
-            while not reading.done and self._changed.wait(until_s - time.monotonic()):
+            while not (reading.done or self._closed) and (moved or self._changed.wait(until_s - time.monotonic())):
                 self._store.advance(reading, self._clock.now_s())
-                self._tiers.carry_out()
+                moved = self._carry_out()
             late = not reading.done
             hits = self._store.finish_read(reading, self._clock.now_s())
             held = Held(deadline_s, self._clock.now_s, self._memory.generations, lambda: self._release(read_id))
@@ -138,8 +148,10 @@ class EmbeddedPool:
         while left:
             wants = [Want(blocks[at].key, blocks[at].size, blocks[at].parent, blocks[at].transient_s) for at in left]
             with self._changed:
+                if self._closed:
+                    return [result or PutResult(Outcome.REFUSED, reason="the pool is closed") for result in results]
                 answers = self._store.reserve(_OWNER, wants, self._tick())
-                self._tiers.carry_out()
+                self._carry_out()
                 why = self._store.why_full() if any(answer.grant is Grant.FULL for answer in answers) else ""
             again, granted = [], []
             for at, answer in zip(left, answers, strict=True):
@@ -188,6 +200,8 @@ class EmbeddedPool:
 
     def drop(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
         with self._changed:
+            if self._closed:
+                return 0
             count = self._store.drop(keys, self._tick())
             self._settled()
             return count
@@ -204,10 +218,13 @@ class EmbeddedPool:
             return self._store.audit(self._tick())
 
     def close(self) -> None:
-        """Stop the file tier. Views that are still held stay readable."""
-        if self._closed:
-            return
-        self._closed = True
+        """Stop the file tier: reads are misses and puts are refused from now on. Views that are still held stay
+        readable."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
         if self._tiers.files is not None:
             self._tiers.files.close()
         if self._file_path is not None:
@@ -220,18 +237,35 @@ class EmbeddedPool:
 
     def _tick(self) -> float:
         now_s = self._clock.now_s()
-        self._store.tick(now_s)
-        self._tiers.carry_out()
+        if not self._closed:
+            self._store.tick(now_s)
+            self._carry_out()
         return now_s
 
     def _settled(self) -> None:
-        self._tiers.carry_out()
+        self._carry_out()
         self._changed.notify_all()
+
+    def _carry_out(self) -> bool:
+        """Do what the rules want done, then tell them what came of it; whether anything did."""
+        moved, self._carrying = False, True
+        try:
+            self._tiers.carry_out()
+            while self._events:
+                moved = True
+                self._events.popleft()(self._clock.now_s())
+                self._tiers.carry_out()
+        finally:
+            self._carrying = False
+        if moved:
+            self._changed.notify_all()
+        return moved
 
     def _post(self, event: Event) -> None:
         with self._changed:
-            event(self._clock.now_s())
-            self._settled()
+            self._events.append(event)
+            if not self._carrying:  # else this thread is in the midst of it
+                self._settled()
 
 
 def file_slots_in(file_size: int, slot_size: int) -> int:
