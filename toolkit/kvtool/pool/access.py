@@ -1,7 +1,9 @@
 """How a client reaches one rank's memory: mapped (same node), or by one-sided UCX transfers.
 
-Mapped, a read is a view in place and a put is written straight into the slot. By UCX, both go through the client's
-registered staging memory, one transfer for all blocks of a rank.
+Mapped, a read is a view in place and a put is written straight into the slot. Reads have a mapping of their own, which
+the kernel keeps read-only: a reader with a bug faults, instead of damaging blocks or headers of others; the writable
+mapping is made with the first put. By UCX, both go through the client's registered staging memory, one transfer for all
+blocks of a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from kvtool.errors import KvtoolError, Unavailable
+from kvtool.errors import KvtoolError, PoolUnavailable, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Path
 from kvtool.pool.link import Link
@@ -44,6 +46,7 @@ class UcxDoor:
         self._size = max(staging_size, STAGING_BLOCKS_MIN * layout.block_size)
         self._lock = threading.Lock()
         self._reader: UcxReader | None = None
+        self._closed = False
         self._abandoned: list[tuple[Link, list[tuple[int, int]]]] = []
 
     @property
@@ -51,8 +54,11 @@ class UcxDoor:
         """
         Raises:
             Missing: NIXL is not installed.
+            PoolUnavailable: the client is closed.
         """
         with self._lock:
+            if self._closed:
+                raise PoolUnavailable("this client of the pool is closed")
             if self._reader is None:
                 from kvtool.transfer.ucx import UcxReader
 
@@ -87,6 +93,7 @@ class UcxDoor:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -99,9 +106,11 @@ class Access:
         self.state, self.link = state, link
         self.path: Path | None = None
         self.memory: SlotMemory | None = None
+        """Mapped for reading."""
         self.peer = f"{state.identity}:{state.pid}:{state.started}"
         self._layout, self._wanted, self._door = layout, path, door
-        self._segment: Segment | None = None
+        self._segments: list[Segment] = []
+        self._writable: SlotMemory | None = None
         self._lock = threading.Lock()
 
     @staticmethod
@@ -129,15 +138,37 @@ class Access:
         finally:
             self._lock.release()
 
+    def writable(self, deadline_s: float) -> SlotMemory | None:
+        """The rank's memory for a put, mapped the first time; None when it is not, or not any more.
+
+        Raises:
+            Unavailable: the rank is being connected to and does not answer.
+        """
+        if self._writable is not None:
+            return self._writable
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise Unavailable(f"rank {self.state.rank} is being connected to and does not answer")
+        try:
+            if self._writable is None and self.path is Path.SHM and self.memory is not None:
+                self._writable = self._map(writable=True)
+            return self._writable
+        finally:
+            self._lock.release()
+
     def _open_shm(self) -> None:
+        self.memory = self._map(writable=False)
+        if self.memory is not None:
+            self.path = Path.SHM
+
+    def _map(self, writable: bool) -> SlotMemory | None:
         size = self.state.segment_size
         try:
-            self._segment = Segment.attach(self.state.segment, writable=True, size=size, prefault=size <= PREFAULT_MAX)
+            segment = Segment.attach(self.state.segment, writable, size=size, prefault=size <= PREFAULT_MAX)
         except KvtoolError as error:
-            log.warning("no shared memory of rank %d why=%r", self.state.rank, str(error))
-            return
-        self.memory = SlotMemory(self._segment.view, self.state.slots, self._layout.block_size)
-        self.path = Path.SHM
+            log.warning("no shared memory of rank %d writable=%s why=%r", self.state.rank, writable, str(error))
+            return None
+        self._segments.append(segment)
+        return SlotMemory(segment.view, self.state.slots, self._layout.block_size)
 
     def _open_ucx(self, deadline_s: float) -> Path | None:
         if not self.state.ucx_metadata:
@@ -153,9 +184,9 @@ class Access:
 
     def close(self) -> None:
         self.link.close()
-        self.memory = None
-        if self._segment is not None:
-            self._segment.close()
+        self.memory = self._writable = None
+        for segment in self._segments:
+            segment.close()
         if self.path is Path.UCX:
             with contextlib.suppress(KvtoolError):
                 self._door.reader.disconnect(self.peer)

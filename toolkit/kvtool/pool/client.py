@@ -276,14 +276,14 @@ class PoolClient:
         if part.access.path is not Path.UCX:  # its memory was unmapped under us
             run.end(part.positions[0], "rank_down")
             return [], nothing
-        room = door.blocks - copied  # waiting for more would be waiting for ourselves
-        if count > room:
-            run.end(part.positions[room], "full")
-            count = room
-        if not count:
-            return [], nothing
-        ranges = [(access.offset(slot), length) for slot, length, *_ in hits.hits[:count]]
         try:
+            room = door.blocks - copied  # waiting for more would be waiting for ourselves
+            if count > room:
+                run.end(part.positions[room], "full")
+                count = room
+            if not count:
+                return [], nothing
+            ranges = [(access.offset(slot), length) for slot, length, *_ in hits.hits[:count]]
             staged = door.reader.read(access.peer, ranges, deadline_s)
         except KvtoolError as error:
             run.end(part.positions[0], "timeout" if time.monotonic() >= deadline_s else "rank_down")

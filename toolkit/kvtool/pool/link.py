@@ -101,7 +101,12 @@ class Link:
         number = next(self._numbers)
         with self._lock:
             self._asked[number] = (op, undo)
-        self._send(sock, wire.frame(op, number, 0, body), deadline_s)
+        try:
+            self._send(sock, wire.frame(op, number, 0, body), deadline_s)
+        except BaseException:
+            with self._lock:
+                self._asked.pop(number, None)
+            raise
         return number
 
     def tell(self, op: Op, body: bytes) -> None:
@@ -244,8 +249,11 @@ class Link:
     # Sending and receiving
 
     def _send(self, sock: socket.socket, data: bytes, deadline_s: float) -> None:
+        """One frame, whole; waits for the threads before us, and for room, until the deadline."""
         view = memoryview(data)
-        with self._sending:
+        if not self._sending.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise RankSlow(f"rank {self.state.rank} takes no requests: others wait to be sent before this one")
+        try:
             while view:
                 try:
                     view = view[sock.send(view) :]
@@ -259,6 +267,8 @@ class Link:
                 except OSError:
                     self._lost(sock)
                     raise RankDown(f"rank {self.state.rank} closed the connection") from None
+        finally:
+            self._sending.release()
 
     def _read(self, sock: socket.socket | None, splitter: wire.Splitter, wait_s: float) -> None:
         """Take in what there is, after waiting for it for `wait_s` at most. One thread at a time; `splitter` is that

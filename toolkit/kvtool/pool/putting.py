@@ -120,11 +120,11 @@ class Putting:
                 return down
             path = access.open(self._deadline_s)
             access.link.connect(self._deadline_s)
+            memory = access.writable(self._deadline_s) if path is Path.SHM else None
         except KvtoolError as error:
             return str(error)
         if path is None:
             return f"rank {access.state.rank}: neither shared memory nor UCX reaches it"
-        memory = access.memory
         if path is Path.SHM and memory is None:
             return down
         return _Part(access, path, memory) if access.link.begin_writing() else down
@@ -178,7 +178,11 @@ class Putting:
                 block.fill(room)
                 part.commits.append((grant.slot, grant.generation, checksum(room, block.key)))
             return
-        step = max(1, self._door.blocks // 4)
+        try:
+            step = max(1, self._door.blocks // 4)
+        except KvtoolError as error:  # closed meanwhile
+            self._fail([position for position, _ in part.granted], str(error))
+            return
         for at in range(0, len(part.granted), step):
             if not self._write_ucx(part, part.granted[at : at + step]):
                 break
