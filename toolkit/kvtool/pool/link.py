@@ -232,7 +232,7 @@ class Link:
         return sock
 
     def _shake_hands(self, sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> None:
-        nonce = wire.unpack_map(_next(sock, splitter, deadline_s).body).get("nonce", b"")
+        nonce = wire.unpack_nonce(_next(sock, splitter, deadline_s).body)
         hello = {
             "proof": wire.proof(self._key, nonce),
             "fingerprint": self._layout.fingerprint,
@@ -282,16 +282,14 @@ class Link:
                 if not _wait(sock, select.POLLIN, wait_s):
                     return
                 data = sock.recv(_READ_SIZE)
-            messages = splitter.feed(data) if data else []
+            if data:
+                self._take(splitter.feed(data))
+            else:
+                self._lost(sock)
         except BlockingIOError:
             return
         except (OSError, ProtocolError, ValueError):
             self._lost(sock)
-            return
-        if not data:
-            self._lost(sock)
-            return
-        self._take(messages)
 
     def _take(self, messages: list[Message]) -> None:
         late = []

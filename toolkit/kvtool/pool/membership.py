@@ -106,7 +106,7 @@ class Membership:
             if not data:
                 raise ProtocolError("it closed the link before greeting")
             greeting = splitter.feed(data)
-        nonce = wire.unpack_map(greeting[0].body).get("nonce", b"")
+        nonce = wire.unpack_nonce(greeting[0].body)
         hello = {"proof": wire.proof(key, nonce), "fingerprint": fingerprint, "name": f"rank {self.rank}"}
         sock.sendall(wire.frame(Op.HELLO, 1, self.epoch, wire.pack_map({**hello, "peer": self.rank})))
 

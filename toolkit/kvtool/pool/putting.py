@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, ProtocolError
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Commit, Grant, Granted, Want
 from kvtool.pool import wire
@@ -153,6 +153,10 @@ class Putting:
         try:
             body = part.access.link.finish(part.request, self._answers_by_s)
             answers, why = wire.unpack_grants(body)
+            if len(answers) != len(part.positions):
+                raise ProtocolError(
+                    f"rank {part.access.state.rank} answered {len(answers)} wants of the {len(part.positions)} asked"
+                )
         except KvtoolError as error:
             self._ranks.lost()
             self._fail(part.positions, str(error))
@@ -223,13 +227,18 @@ class Putting:
         positions = [by_slot[slot] for slot, _, _ in part.commits]
         try:
             body = part.access.link.call(Op.COMMIT, wire.pack_commits(part.commits), self._deadline_s)
+            commits = wire.unpack_committed(body)
+            if len(commits) != len(positions):
+                raise ProtocolError(
+                    f"rank {part.access.state.rank} answered {len(commits)} of {len(positions)} commits"
+                )
         except KvtoolError as error:
             self._ranks.lost()
             self._fail(positions, str(error))
         else:
             lapsed = PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
             stored = PutResult(Outcome.STORED, part.path)
-            for position, commit in zip(positions, wire.unpack_committed(body), strict=True):
+            for position, commit in zip(positions, commits, strict=True):
                 self._results[position] = stored if commit is Commit.STORED else lapsed
         committed = {slot for slot, _, _ in part.commits}
         part.granted = [(position, grant) for position, grant in part.granted if grant.slot not in committed]

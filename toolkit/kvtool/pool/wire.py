@@ -32,6 +32,9 @@ VERSION = 1
 FRAME_MAX = 4 * 2**20
 BATCH_MAX = 16384
 """Keys or records in one message."""
+MAP_MAX, LIST_MAX = 2**20, 4096
+"""Bytes of a map, and items of a list or map in it: nested announcements of long lists cost room before they fail."""
+WAIT_MAX_S = 3600.0
 HEAD = struct.Struct("<IBBHQQ")
 
 
@@ -69,6 +72,7 @@ _NUMBER = struct.Struct("<Q")
 _SETTLED = struct.Struct("<d")
 _CORRUPT = struct.Struct("<32sIQ")
 _NO_KEY = bytes(KEY_SIZE)
+_DURABLE = -1.0
 
 Body = bytes | memoryview
 _Kind = TypeVar("_Kind", bound=IntEnum)
@@ -133,13 +137,23 @@ def pack_map(value: dict[str, Any]) -> bytes:
 
 
 def unpack_map(body: Body) -> dict[str, Any]:
+    if len(body) > MAP_MAX:
+        raise ProtocolError(f"wanted a map of at most {MAP_MAX} bytes, found {len(body)}")
     try:
-        value = msgpack.unpackb(body)
+        value = msgpack.unpackb(body, max_array_len=LIST_MAX, max_map_len=LIST_MAX)
     except Exception as error:
         raise ProtocolError(f"wanted a map in msgpack, found something else ({type(error).__name__})") from None
     if not isinstance(value, dict):
         raise ProtocolError(f"wanted a map in msgpack, found {type(value).__name__}")
     return value
+
+
+def unpack_nonce(body: Body) -> bytes:
+    """What the server's greeting wants to see the key proven with."""
+    nonce = unpack_map(body).get("nonce")
+    if not isinstance(nonce, bytes):
+        raise ProtocolError("wanted a greeting with a nonce, found none")
+    return nonce
 
 
 def _records(what: str, record: struct.Struct, count: int, body: Body, at: int) -> memoryview:
@@ -156,9 +170,15 @@ def _one_of(kind: type[_Kind], value: int) -> _Kind:
 
 
 def _seconds(value: float) -> float:
-    if not math.isfinite(value):
-        raise ProtocolError(f"the peer sent {value} where a number of seconds was expected")
+    """A duration: NaN would never be due, and what is infinite or negative is no time that anybody may hold things."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ProtocolError(f"the peer sent {value} where a number of seconds, 0 or more, was expected")
     return value
+
+
+def _milliseconds(wait_s: float) -> int:
+    """Of a budget, whatever a caller made of it."""
+    return int(min(max(wait_s, 0.0), WAIT_MAX_S) * 1000) if wait_s == wait_s else 0
 
 
 def _head(what: str, head: struct.Struct, body: Body) -> tuple[Any, ...]:
@@ -187,7 +207,7 @@ def unpack_count(body: Body) -> int:
 
 
 def pack_lookup(number: int, wait_s: float, keys: Sequence[BlockKey]) -> bytes:
-    return _LOOKUP.pack(number, int(wait_s * 1000), len(keys)) + b"".join(keys)
+    return _LOOKUP.pack(number, _milliseconds(wait_s), len(keys)) + b"".join(keys)
 
 
 def unpack_lookup(body: Body) -> tuple[int, float, list[BlockKey]]:
@@ -231,16 +251,22 @@ def unpack_found(body: Body) -> Found:
 
 def pack_wants(wait_s: float, wants: Sequence[Want]) -> bytes:
     records = [
-        _WANT.pack(w.key, w.parent or _NO_KEY, w.size, -1.0 if w.transient_s is None else w.transient_s) for w in wants
+        _WANT.pack(w.key, w.parent or _NO_KEY, w.size, _DURABLE if w.transient_s is None else w.transient_s)
+        for w in wants
     ]
-    return _WAIT_COUNT.pack(int(wait_s * 1000), len(records)) + b"".join(records)
+    return _WAIT_COUNT.pack(_milliseconds(wait_s), len(records)) + b"".join(records)
 
 
 def unpack_wants(body: Body) -> tuple[float, list[Want]]:
     wait_ms, count = _head("reserve", _WAIT_COUNT, body)
     records = _records("reserve", _WANT, count, body, _WAIT_COUNT.size)
     return wait_ms / 1000, [
-        Want(key, size, None if parent == _NO_KEY else parent, None if _seconds(transient_s) < 0 else transient_s)
+        Want(
+            key,
+            size,
+            None if parent == _NO_KEY else parent,
+            None if transient_s == _DURABLE else _seconds(transient_s),
+        )
         for key, parent, size, transient_s in _WANT.iter_unpack(records)
     ]
 
