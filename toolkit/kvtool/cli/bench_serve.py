@@ -112,9 +112,10 @@ def _measure(
     settle(deployed.id)
     idle = watch(deployed.id, idle_s, [deployed.supervisor])
     console.step("one process: load the engine")
-    alone = Alone(
-        spec.engine, DecodeOptions(threads=spec.decode.threads, kv_blocks=spec.decode.kv_blocks), ignore_eos=True
+    options = DecodeOptions(
+        threads=spec.decode.threads, kv_blocks=spec.decode.kv_blocks, chunk_tokens=spec.prefill.chunk_tokens
     )
+    alone = Alone(spec.engine, options, ignore_eos=True)
 
     def count(text: str) -> int:
         return len(alone.tokenizer.encode(text))

@@ -106,10 +106,10 @@ def _ask_twice(deployed: Deployed, prompt: Prompt, max_tokens: int) -> tuple[Ans
 
 def _ask_alone(engine: Path, prompt: Prompt, max_tokens: int) -> Answer:
     from kvtool.measure.alone import Alone
-    from kvtool.serve.options import DecodeOptions
+    from kvtool.serve.options import DecodeOptions, PrefillOptions
 
     console.step("kvtool generate --local: the same prompt in one process, without servers and pool")
-    alone = Alone(engine, DecodeOptions())
+    alone = Alone(engine, DecodeOptions(chunk_tokens=PrefillOptions().chunk_tokens))
     try:
         answer = alone(prompt, max_tokens)
     finally:
