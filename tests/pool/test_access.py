@@ -20,6 +20,8 @@ from kvtool.pool.wire import Op
 
 pytestmark = pytest.mark.real
 
+MINE = [b"accs" + key[4:] for key in KEYS]
+
 
 def writable_maps(prefix: str) -> list[str]:
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -29,9 +31,9 @@ def writable_maps(prefix: str) -> list[str]:
 def test_reading_maps_memory_that_even_a_bug_cannot_damage_and_putting_maps_another(pool, client):
     other = PoolClient(pool.state_file, LAYOUT, client_name="reader")
     before = len(writable_maps(pool.prefix))
-    client.write(puts(KEYS[:12]))
+    client.write(puts(MINE[:12]))
     assert len(writable_maps(pool.prefix)) == before + 2, "one for each rank, with the first put"
-    with other.read(KEYS[:12]) as read:
+    with other.read(MINE[:12]) as read:
         assert len(writable_maps(pool.prefix)) == before + 2, "a reader has none"
         assert read.whole() == 12
         block = read.blocks[0].data
@@ -45,8 +47,8 @@ def test_reading_maps_memory_that_even_a_bug_cannot_damage_and_putting_maps_anot
 
 
 def test_a_view_in_place_sees_through_the_other_mapping_that_its_slot_was_given_away(pool, client):
-    client.write(puts(KEYS[:12]))
-    with client.read(KEYS[:1]) as read:
+    client.write(puts(MINE[:12]))
+    with client.read(MINE[:1]) as read:
         (placed,) = read._placed
         owner = next(access for access in client._ranks.all() if access.memory.generations is placed.held.generations)
         memory = owner.writable(time.monotonic() + 5)
@@ -57,7 +59,7 @@ def test_a_view_in_place_sees_through_the_other_mapping_that_its_slot_was_given_
 
 
 def test_sending_waits_for_other_senders_no_longer_than_its_deadline(pool, client):
-    client.match(KEYS[:40])
+    client.match(MINE[:40])
     link = client._ranks.all()[0].link
     with link._sending:
         began_s = time.monotonic()
@@ -71,20 +73,20 @@ def test_sending_waits_for_other_senders_no_longer_than_its_deadline(pool, clien
 
 def test_a_closed_client_is_misses_and_failures_and_makes_nothing_new(pool):
     client = PoolClient(pool.state_file, LAYOUT, path="ucx", client_name="closed")
-    client.write(puts(KEYS[:12]), budget_s=10)
+    client.write(puts(MINE[:12]), budget_s=10)
     door = client._ranks.door
     client.close()
-    with client.read(KEYS[:12]) as read:
+    with client.read(MINE[:12]) as read:
         assert list(read.blocks) == []
-    assert client.match(KEYS[:12]) == 0
-    assert {result.outcome for result in client.write(puts(KEYS[:2]))} == {Outcome.FAILED}
+    assert client.match(MINE[:12]) == 0
+    assert {result.outcome for result in client.write(puts(MINE[:2]))} == {Outcome.FAILED}
     with pytest.raises(PoolUnavailable, match="closed"):
         _ = door.reader
     assert door._reader is None
 
 
 def test_a_client_that_is_closed_while_threads_read_gives_them_misses(pool, client):
-    client.write(puts(KEYS[:12]))
+    client.write(puts(MINE[:12]))
     other, failures = PoolClient(pool.state_file, LAYOUT, client_name="closing"), []
     begun = threading.Barrier(4)
 
@@ -92,8 +94,8 @@ def test_a_client_that_is_closed_while_threads_read_gives_them_misses(pool, clie
         try:
             begun.wait(5)
             for _ in range(200):
-                with other.read(KEYS[:12], budget_s=1) as read:
-                    assert [bytes(b.data) for b in read.blocks] == [payload(key) for key in KEYS[: len(read.blocks)]]
+                with other.read(MINE[:12], budget_s=1) as read:
+                    assert [bytes(b.data) for b in read.blocks] == [payload(key) for key in MINE[: len(read.blocks)]]
         except Exception as error:
             failures.append(error)
 

@@ -98,7 +98,7 @@ class Rank:
         )
         self.members = Membership(self.rank, state, Path(self.config.state_file), MpiWatch(communicator))
         self.service = Service(self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report)
-        self.service.on_peer = self.members.linked
+        self.service.on_peer = self.members.admit
 
     def _state(self, host: str, port: int) -> RankState:
         store, metadata = self.tiers.store, self.ucx.metadata() if self.ucx is not None else b""
@@ -123,7 +123,7 @@ class Rank:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         self.members.publish()
-        self.loop.post(lambda: self.members.connect(self.loop, bytes.fromhex(self.config.key), self.layout.fingerprint))
+        self.members.connect(self.loop, bytes.fromhex(self.config.key), self.layout.fingerprint)
         log.info("rank serves rank=%d slots=%d file_slots=%d pid=%d", self.rank, *self._rooms(), os.getpid())
         self.loop.run()
         log.info("rank stops rank=%d", self.rank)
@@ -191,6 +191,7 @@ class Rank:
             "clients": sum(c.admitted and c.peer_rank is None for c in self.loop.connections.values()),
             "dead": [rank.rank for rank in self.members.state.ranks if not rank.alive],
             "hung": self.members.hung(now_s),
+            "linked": self.members.linked,
             "slowest_pass_s": self.loop.slowest_pass_s,
             "cpu_s": time.process_time(),
             "ucx": self.ucx is not None,

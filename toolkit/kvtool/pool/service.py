@@ -67,7 +67,7 @@ class Service:
         self._reads: list[_WaitingRead] = []
         self._puts: list[_WaitingPut] = []
         self._names: dict[int, str] = {}
-        self.on_peer: Callable[[Connection], None] = lambda connection: None
+        self.on_peer: Callable[[Connection, int], None] = lambda connection, rank: None
         self.ucx_wanted_until_s = 0.0
         self._handlers: dict[Op, Callable[[Connection, Message, float], None]] = {
             Op.LOOKUP: self._lookup,
@@ -132,8 +132,7 @@ class Service:
             self.want_ucx(time.monotonic() + UCX_SETTLE_S)
         peer = hello.get("peer")
         if isinstance(peer, int):
-            connection.peer_rank = peer
-            self.on_peer(connection)
+            self.on_peer(connection, peer)
         connection.send(Op.HELLO, message.request, wire.pack_map(self._welcome()))
 
     def closed(self, connection: Connection) -> None:
