@@ -11,13 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from deployed import Deployed
-from leftovers import leftovers
 
 
 @pytest.fixture(scope="package")
 def deployment(smollm2_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    before = leftovers()
     running = Deployed(tmp_path_factory.mktemp("deployment"), smollm2_engine)
     yield running
     running.down()
-    assert leftovers() - before == set()
+    assert running.left() == set()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
+from leftovers import leftovers
 from stream import Answer, Stream, ask, tensor
 
 KVTOOL = [sys.executable, "-m", "kvtool.cli.main"]
@@ -43,6 +44,7 @@ class Deployed:
     def __init__(self, folder: Path, engine: Path, **settings: str) -> None:
         self.run_dir = folder / "state"
         self.spec = folder / "spec.yaml"
+        self._prefixes: set[str] = set()
         lines = ["version: 1", "name: e2e", f"engine: {engine}", "run_dir: state"]
         self.spec.write_text("\n".join(lines) + "\n")
         overrides = [word for key, value in settings.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
@@ -51,9 +53,23 @@ class Deployed:
         except BaseException:
             self.down()
             raise
+        self._note_names()
 
     def down(self) -> None:
+        self._note_names()
         kvtool("deploy", "down", "--run-dir", str(self.run_dir))
+
+    def left(self) -> set[str]:
+        """What is there of it after `down`; must be nothing."""
+        return leftovers(self.run_dir, self._prefixes)
+
+    def _note_names(self) -> None:
+        """How the shared memory of the deployment and of its pool is called."""
+        for file, key, form in (("deploy.json", "deployment", "kvt-{}-"), ("pool/launch.json", "prefix", "{}-")):
+            try:
+                self._prefixes.add(form.format(json.loads((self.run_dir / file).read_text())[key]))
+            except FileNotFoundError:
+                pass
 
     def status(self) -> dict[str, Any]:
         done = kvtool("deploy", "status", "--run-dir", str(self.run_dir), "--json", check=False)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from deployed import Deployed, kill, kvtool, until
-from leftovers import leftovers
 from prompts import prose
 
 pytestmark = pytest.mark.real
@@ -20,13 +19,12 @@ DEADLINE_MS = 60_000
 @pytest.fixture(scope="module")
 def wounded(smollm2_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """A deployment of its own: its tests take parts of it away."""
-    before = leftovers()
     running = Deployed(
         tmp_path_factory.mktemp("wounded"), smollm2_engine, supervise__canary_interval="2s", pool__file_size="0"
     )
     yield running
     running.down()
-    assert leftovers() - before == set()
+    assert running.left() == set()
 
 
 def healed(deployment: Deployed) -> bool:
@@ -124,4 +122,4 @@ def test_a_deployment_whose_supervisor_was_killed_can_be_taken_down(
     done = kvtool("deploy", "status", "--run-dir", str(wounded.run_dir), check=False)
     assert done.returncode == 1 and "supervisor" in done.stderr, done
     wounded.down()
-    assert not [left for left in leftovers() if str(wounded.run_dir) in left]
+    assert wounded.left() == set()
