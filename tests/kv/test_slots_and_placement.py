@@ -94,3 +94,17 @@ def test_the_order_forgets_stale_offers_in_time():
 
 
 GOLDEN_OWNERS = [2, 2, 0, 1, 3, 3, 3, 1, 1, 0, 1, 3, 2, 3, 0, 2, 0, 3, 1, 3, 1, 0, 0, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 300])
+@pytest.mark.parametrize("weights", [(), (1,), (1, 1, 1), (1, 2, 3), (0, 1, 1)])
+def test_a_batch_is_split_by_owner_with_every_position_once_and_in_order(count, weights):
+    placement = Placement(1, [Member(rank, f"p/{rank}", weight) for rank, weight in enumerate(weights)])
+    keys = KEYS[:count]
+    parts = placement.split(keys)
+    assert [placement.owner(keys[positions[0]]) for _, positions in parts] == [rank for rank, _ in parts]
+    for rank, positions in parts:
+        assert positions == [at for at, key in enumerate(keys) if placement.owner(key) == rank]
+    assert sum(len(positions) for _, positions in parts) == (count if any(weights) else 0)
+    firsts = [positions[0] for _, positions in parts]
+    assert firsts == sorted(firsts) and len({rank for rank, _ in parts}) == len(parts)

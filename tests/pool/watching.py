@@ -43,8 +43,8 @@ def clean(run_dir: Path) -> bool:
 
 
 def keys_of(client: PoolClient, rank: int, keys=KEYS) -> list[bytes]:
-    owners = client._ranks.owners(keys)
-    return [key for key, access in zip(keys, owners, strict=True) if access.state.rank == rank]
+    parts = {access.state.rank: positions for access, positions in client._ranks.split(keys)}
+    return [keys[position] for position in parts.get(rank, [])]
 
 
 def slot_of(state, rank: int, key: bytes):

@@ -21,6 +21,8 @@ from kvtool.kv.block import KEY_SIZE, BlockKey
 
 _MASK = 2**64 - 1
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROUNDS = ((np.uint64(30), np.uint64(_M1)), (np.uint64(27), np.uint64(_M2)))
+_LAST = np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -46,31 +48,56 @@ class Placement:
         self.epoch = epoch
         self.members = tuple(sorted((m for m in members if m.weight > 0), key=lambda m: m.identity))
         self._seeds = [int.from_bytes(blake3(m.identity.encode()).digest()[:8], "little") for m in self.members]
+        self._columns = np.array(self._seeds, dtype=np.uint64)[:, None]
         self._even = len({m.weight for m in self.members}) <= 1
 
     def owner(self, key: BlockKey) -> int | None:
         """The rank that should hold `key`, or None when no rank is live."""
-        if not self.members:
-            return None
+        return self.members[self._best(key)].rank if self.members else None
+
+    def _best(self, key: BlockKey) -> int:
         (raw,) = struct.unpack_from("<Q", key)
         hashes = [_mix(raw ^ seed) for seed in self._seeds]
         if self._even:
-            best = max(range(len(hashes)), key=hashes.__getitem__)
-        else:
-            scores = [-math.log((h + 1) / 2.0**64) / m.weight for h, m in zip(hashes, self.members, strict=True)]
-            best = min(range(len(scores)), key=scores.__getitem__)
-        return self.members[best].rank
+            return hashes.index(max(hashes))
+        scores = [-math.log((h + 1) / 2.0**64) / m.weight for h, m in zip(hashes, self.members, strict=True)]
+        return scores.index(min(scores))
 
     def owners(self, keys: Sequence[BlockKey]) -> list[int | None]:
-        """`owner` of each of `keys`; about 0.1 us a key and rank for large batches."""
+        """`owner` of each of `keys`."""
+        found: list[int | None] = [None] * len(keys)
+        for rank, positions in self.split(keys):
+            for position in positions:
+                found[position] = rank
+        return found
+
+    def split(self, keys: Sequence[BlockKey]) -> list[tuple[int, list[int]]]:
+        """(rank, positions of its keys, ascending) of every rank that owns some, the owner of the first key first.
+        Empty when no rank is live. About 0.15 us a key for large batches and few ranks."""
+        if not self.members or not keys:
+            return []
         if len(self.members) == 1:
-            return [self.members[0].rank] * len(keys)
-        if len(keys) < 16 or not self._even or not self.members:
-            return [self.owner(key) for key in keys]
-        raw = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_SIZE // 8)[:, 0]
-        value = raw[None, :] ^ np.array(self._seeds, dtype=np.uint64)[:, None]
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(_M1)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(_M2)
-        best = (value ^ (value >> np.uint64(31))).argmax(axis=0)
-        ranks = [m.rank for m in self.members]
-        return [ranks[at] for at in best.tolist()]
+            return [(self.members[0].rank, list(range(len(keys))))]
+        if len(keys) < 16 or not self._even:
+            parts: dict[int, list[int]] = {}
+            for position, key in enumerate(keys):
+                parts.setdefault(self._best(key), []).append(position)
+        else:
+            parts = self._split_even(keys)
+        found = [(self.members[at].rank, positions) for at, positions in parts.items()]
+        return sorted(found, key=lambda part: part[1][0])
+
+    def _split_even(self, keys: Sequence[BlockKey]) -> dict[int, list[int]]:
+        value = np.frombuffer(b"".join(keys), dtype="<u8")[:: KEY_SIZE // 8] ^ self._columns
+        for shift, factor in _ROUNDS:  # `_mix`, for all members and keys at once
+            value ^= value >> shift
+            value *= factor
+        value ^= value >> _LAST
+        best = value.argmax(axis=0)
+        order = best.argsort(kind="stable").tolist()
+        parts, start = {}, 0
+        for at, count in enumerate(np.bincount(best).tolist()):
+            if count:
+                parts[at] = order[start : start + count]
+                start += count
+        return parts

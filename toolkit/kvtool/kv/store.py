@@ -142,10 +142,10 @@ class Store(Room):
 
     def match(self, keys: Iterable[BlockKey]) -> int:
         """How many leading `keys` are resident. Leaves no trace: nothing is granted, renewed or counted as a use."""
-        count = 0
+        count, find, reserved = 0, self._index.get, State.RESERVED
         for key in keys:
-            entry = self._index.get(key)
-            if entry is None or entry.state is State.RESERVED:
+            entry = find(key)
+            if entry is None or entry.state is reserved:
                 break
             count += 1
         return count

@@ -174,15 +174,8 @@ class PoolClient:
 
     def _group(self, keys: Sequence[BlockKey], run: _Run, deadline_s: float, whole: bool) -> list[_Part]:
         """`keys` by rank; those of ranks that cannot be asked are missing, and so is all behind them when `whole`."""
-        positions: dict[Access | None, list[int]] = {}
-        for position, access in enumerate(self._ranks.owners(keys)):
-            mine = positions.get(access)
-            if mine is None:
-                positions[access] = [position]
-            else:
-                mine.append(position)
         parts = []
-        for access, mine in positions.items():
+        for access, mine in self._ranks.split(keys):
             if whole and mine[0] >= run.cut:
                 continue
             if access is None or not self._reachable(access, deadline_s):
@@ -193,7 +186,7 @@ class PoolClient:
         for part in parts:
             if whole and part.positions[-1] >= run.cut:
                 part.positions = part.positions[: bisect.bisect_left(part.positions, run.cut)]
-            part.keys = [keys[position] for position in part.positions]
+            part.keys = list(map(keys.__getitem__, part.positions))
         return [part for part in parts if part.keys]
 
     def _reachable(self, access: Access, deadline_s: float) -> bool:

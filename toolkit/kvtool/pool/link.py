@@ -276,12 +276,9 @@ class Link:
         if sock is None:
             return
         try:
-            try:
-                data = sock.recv(_READ_SIZE)
-            except BlockingIOError:
-                if not _wait(sock, select.POLLIN, wait_s):
-                    return
-                data = sock.recv(_READ_SIZE)
+            if wait_s > 0 and not _wait(sock, select.POLLIN, wait_s):
+                return
+            data = sock.recv(_READ_SIZE)
             if data:
                 self._take(splitter.feed(data))
             else:

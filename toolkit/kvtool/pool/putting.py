@@ -91,26 +91,20 @@ class Putting:
                 self._results[position] = PutResult(Outcome.FAILED, reason=reason)
 
     def _split(self, positions: list[int]) -> list[_Part]:
-        parts: dict[int, _Part] = {}
-        unreachable: dict[int, str] = {}
-        owners = self._ranks.owners([self._blocks[position].key for position in positions])
-        for position, access in zip(positions, owners, strict=True):
+        parts: list[_Part] = []
+        for access, mine in self._ranks.split([self._blocks[position].key for position in positions]):
+            theirs = [positions[at] for at in mine]
             if access is None:
-                self._fail([position], "no rank of the pool is up")
+                self._fail(theirs, "no rank of the pool is up")
                 continue
-            rank = access.state.rank
-            if rank not in parts and rank not in unreachable:
-                part = self._open(access)
-                if isinstance(part, str):
-                    unreachable[rank] = part
-                    self._ranks.lost()
-                else:
-                    parts[rank] = part
-            if rank in unreachable:
-                self._fail([position], unreachable[rank])
+            part = self._open(access)
+            if isinstance(part, str):
+                self._ranks.lost()
+                self._fail(theirs, part)
             else:
-                parts[rank].positions.append(position)
-        return list(parts.values())
+                part.positions = theirs
+                parts.append(part)
+        return parts
 
     def _open(self, access: Access) -> _Part | str:
         """A part whose connection is held open, or why there is none."""

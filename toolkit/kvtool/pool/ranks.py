@@ -54,12 +54,15 @@ class Ranks:
     def epoch(self) -> int:
         return self._placement.epoch
 
-    def owners(self, keys: Sequence[BlockKey]) -> list[Access | None]:
-        """Of each key the rank that should hold it; None when no rank is live."""
+    def split(self, keys: Sequence[BlockKey]) -> list[tuple[Access | None, list[int]]]:
+        """Each rank that should hold some of `keys`, with their positions, ascending; None when no rank is live."""
         self.refresh()
         with self._lock:
             placement, accesses = self._placement, self._accesses
-        return [None if rank is None else accesses.get(rank) for rank in placement.owners(keys)]
+        parts = placement.split(keys)
+        if not parts and keys:
+            return [(None, list(range(len(keys))))]
+        return [(accesses.get(rank), positions) for rank, positions in parts]
 
     def saw_epoch(self, epoch: int) -> None:
         if epoch != self._placement.epoch:
