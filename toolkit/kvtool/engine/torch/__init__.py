@@ -10,7 +10,7 @@ sleep too early cost a wake-up at every region. On two cores, milliseconds a dec
     20,000      31      490 to 610  160     206
     default     34      560         80 to 350, with P90 of 285 to 500
 
-So 8,000 turns, 0.1 to 0.4 ms: about as long as the gaps between the regions of a step. libgomp reads the setting when it
+So 8,000 turns, 0.1 to 0.4 ms: about as long as the gaps between the regions of a step. libgomp reads it when it
 is loaded, so it is made here, before torch is imported; a value from outside stands.
 """
 
