@@ -1,4 +1,4 @@
-"""Every knob of the two workers, with its default, in one place. The deployment spec takes its defaults from here."""
+"""Every knob of the two workers, with its default. Those that the deployment spec shows have the same default there."""
 
 from __future__ import annotations
 
