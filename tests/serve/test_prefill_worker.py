@@ -251,3 +251,13 @@ def test_a_handoff_survives_its_json_and_nonsense_is_refused():
     for text in ("", "[]", "{}", '{"blocks": -1}', '{"blocks": "7"}', '{"blocks": 1, "keys": []}', '{"blocks": true}'):
         with pytest.raises(RequestRefused, match="wanted a hand-off"):
             Handoff.from_json(text)
+
+
+def test_a_request_that_is_not_to_be_published_leaves_nothing_in_the_pool(worker_of):
+    pool = embedded()
+    worker = worker_of(oracle(), pool)
+    request = replace(Request("canary", prompt(91, 2 * BLOCK + 3), 1), publish=False)
+    done = submit(worker, request).wait()
+    assert done.error is None and done.usage.put_blocks == 0
+    assert done.handoff.blocks == 0 and done.handoff.tail == 0
+    assert pool.counts().blocks_put == {} and pool.audit() == []

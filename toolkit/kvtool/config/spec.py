@@ -140,7 +140,7 @@ class BudgetsSpec(Section):
 
 
 class SuperviseSpec(Section):
-    canary_interval: Seconds = _default("5s", "Time between two probe inferences of one server.")
+    canary_interval: Seconds = _default("10s", "Time between two probe inferences of one server.")
     canary_timeout: Seconds = _default("10s", "A server whose probe takes longer is restarted.")
     start_timeout: Seconds = _default("120s", "Longest time a server or the pool may take to be ready.")
 

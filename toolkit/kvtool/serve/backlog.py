@@ -80,7 +80,9 @@ class BacklogWorker(Worker[J]):
         job.tokens = (*job.request.tokens, *generated)
         job.end = len(job.tokens) // self._block_tokens * self._block_tokens
         job.put_from = job.pulled_blocks
-        wanted = self._decode_options.canonicalise and job.end > job.put_from * self._block_tokens
+        wanted = (
+            self._decode_options.canonicalise and job.request.publish and job.end > job.put_from * self._block_tokens
+        )
         if self._putter is None or not wanted or self._gate.rests(self._clock.now_s()):
             self._release(job)
             return

@@ -196,7 +196,7 @@ class PrefillWorker(Worker[_Job]):
     def _put(self, job: _Job) -> bool:
         """Stage what is whole and not yet on its way, and at the end the trailing partial block. False: there is no
         room now for all of it."""
-        if self._putter is None or job.sequence is None:
+        if self._putter is None or job.sequence is None or not job.request.publish:
             return True
         keys = job.keys
         ready = job.at // self._block_tokens if job.left else len(keys.all)

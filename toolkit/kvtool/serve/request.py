@@ -13,7 +13,8 @@ from kvtool.errors import KvtoolError
 @dataclass(frozen=True)
 class Request:
     """`tokens`: the prompt. `deadline_s`: seconds from arrival until the request may be given up, with a clear error.
-    `priority`: 0 to 100, higher first. `salt`: the tenant's, set by the server side."""
+    `priority`: 0 to 100, higher first. `salt`: of the tenant, set by the server side. `publish`: may its KV go to the
+    pool; that of a canary may not."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -24,6 +25,7 @@ class Request:
     priority: int = 50
     salt: str = ""
     ignore_eos: bool = False
+    publish: bool = True
 
 
 class Finish(str, Enum):

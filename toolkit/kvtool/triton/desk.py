@@ -145,7 +145,8 @@ def _canary(number: int, tokens: int) -> Request:
     """Other tokens each time: a prompt that the pool holds would be answered without the engine. Prefill computes all
     tokens but the last, decode the last: one token less would prove less, one more would cost more."""
     prompt = tuple(random.randrange(_CANARY_TOKENS) for _ in range(tokens))
-    return Request(f"{_CANARY}{number}", prompt, 1, deadline_s=_CANARY_DEADLINE_S, priority=100, ignore_eos=True)
+    name = f"{_CANARY}{number}"
+    return Request(name, prompt, 1, deadline_s=_CANARY_DEADLINE_S, priority=100, ignore_eos=True, publish=False)
 
 
 def _canary_answer(error: KvtoolError | None, seconds: float) -> str:
