@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deployed import Deployed, kill, kvtool, until
+from deployed import Deployed, kill, until
 from prompts import prose
 
 pytestmark = pytest.mark.real
@@ -32,30 +32,6 @@ def healed(deployment: Deployed) -> bool:
     return status["phase"] == "running" and all(server["state"] == "serving" for server in status["servers"])
 
 
-def test_decode_killed_in_a_stream_goes_on_where_it_was(wounded: Deployed) -> None:
-    prompt = prose(100, 21)
-    want = wounded.ask(prompt, 200, ignore_eos=True)
-    stream = wounded.stream(prompt, 200, ignore_eos=True, deadline_ms=DEADLINE_MS)
-    stream.take(20)
-    kill(wounded.stub("decode-0", "decode_engine"))
-    answer = stream.rest(60)
-    assert answer.tokens == want.tokens, answer.error
-    assert answer.usage["retries"] >= 1
-    assert until("the deployment to heal", lambda: healed(wounded))
-
-
-def test_decode_stopped_in_a_stream_goes_on_where_it_was(wounded: Deployed) -> None:
-    """Triton keeps saying ready, the stream stays silent: only the supervisor finds it."""
-    prompt = prose(100, 23)
-    want = wounded.ask(prompt, 200, ignore_eos=True)
-    stream = wounded.stream(prompt, 200, ignore_eos=True, deadline_ms=DEADLINE_MS)
-    stream.take(20)
-    kill(wounded.stub("decode-0", "decode_engine"), signal.SIGSTOP)
-    answer = stream.rest(60)
-    assert answer.tokens == want.tokens, answer.error
-    assert until("the deployment to heal", lambda: healed(wounded))
-
-
 def test_prefill_killed_at_work_costs_time_and_no_token(wounded: Deployed) -> None:
     prompt = prose(1100, 25)
     stream = wounded.stream(prompt, 12, deadline_ms=DEADLINE_MS)
@@ -68,22 +44,23 @@ def test_prefill_killed_at_work_costs_time_and_no_token(wounded: Deployed) -> No
     assert again.tokens == answer.tokens
 
 
-def test_a_hung_pool_rank_costs_a_budget_and_heals(wounded: Deployed) -> None:
+def test_a_pool_rank_that_hangs_in_a_stream_costs_a_budget_and_heals(wounded: Deployed) -> None:
     prompt = prose(300, 27)
-    want = wounded.ask(prompt, 12)
+    want = wounded.ask(prompt, 40, ignore_eos=True)
     rank = wounded.rank_pids()[1]
+    stream = wounded.stream(prompt, 40, ignore_eos=True, deadline_ms=DEADLINE_MS)
+    stream.take(3)
     kill(rank, signal.SIGSTOP)
     try:
+        assert stream.rest(30).tokens == want.tokens, stream.answer.error
         began_s = time.monotonic()
-        hung = wounded.ask(prompt, 12, deadline_ms=DEADLINE_MS)
+        after = wounded.ask(prompt, 40, ignore_eos=True, deadline_ms=DEADLINE_MS)
         took_s = time.monotonic() - began_s
-        second = wounded.ask(prompt, 12, deadline_ms=DEADLINE_MS)
     finally:
         kill(rank, signal.SIGCONT)
-    assert hung.tokens == want.tokens, hung.error
-    assert second.tokens == want.tokens, second.error
-    assert took_s < 20
-    until("hits again", lambda: sum(wounded.ask(prompt, 12).usage["hit_tokens"].values()) >= 300 // 32 * 32, 20)
+    assert after.tokens == want.tokens, after.error
+    assert took_s < 25
+    until("hits again", lambda: sum(wounded.ask(prompt, 4).usage["hit_tokens"].values()) >= 300 // 32 * 32, 30)
 
 
 def test_a_pool_rank_killed_in_a_stream_is_misses_and_no_more(wounded: Deployed) -> None:
@@ -98,28 +75,3 @@ def test_a_pool_rank_killed_in_a_stream_is_misses_and_no_more(wounded: Deployed)
     assert after.tokens == want.tokens, after.error
     assert time.monotonic() - began_s < 20
     until("everything to be given back", lambda: not wounded.held(), 20)
-
-
-def test_without_a_pool_it_serves_and_says_so(wounded: Deployed) -> None:
-    prompt = prose(200, 31)
-    want = wounded.ask(prompt, 12)
-    for pid in wounded.rank_pids():
-        try:
-            kill(pid)
-        except ProcessLookupError:
-            pass  # killed by a test before
-    answer = wounded.ask(prompt, 12, deadline_ms=DEADLINE_MS)
-    assert answer.tokens == want.tokens, answer.error
-    until("the pool to be back, and hits again", lambda: sum(wounded.ask(prompt, 12).usage["hit_tokens"].values()), 40)
-    assert wounded.status()["pool"]["restarts"] >= 1
-
-
-def test_a_deployment_whose_supervisor_was_killed_can_be_taken_down(
-    smollm2_engine: Path, tmp_path: Path, wounded: Deployed
-) -> None:
-    supervisor = wounded.status()["supervisor"]["pid"]
-    kill(supervisor)
-    done = kvtool("deploy", "status", "--run-dir", str(wounded.run_dir), check=False)
-    assert done.returncode == 1 and "supervisor" in done.stderr, done
-    wounded.down()
-    assert wounded.left() == set()
