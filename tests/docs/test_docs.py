@@ -98,6 +98,7 @@ def test_readme_keeps_its_order() -> None:
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert headings == [
         "Results",
+        "Two commands",
         "Five commands to a first answer",
         "Talking to it",
         "The life of one request",

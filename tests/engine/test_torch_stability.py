@@ -5,6 +5,7 @@ The real model on this machine's own kernels, at the thread count that deploymen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from random import Random
 
@@ -128,8 +129,24 @@ def test_scattered_blocks_give_the_bits_of_neighbouring_ones(smollm2: TorchEngin
             smollm2.close(sequence)
 
 
-def test_logits_do_not_depend_on_who_shares_the_batch(smollm2: TorchEngine) -> None:
+@pytest.fixture
+def of_threads(smollm2: TorchEngine) -> Iterator[Callable[[int], None]]:
+    """Have decode and prefill run on so many threads, for one test."""
+    before = smollm2.decode_threads, smollm2.prompt_threads
+
+    def use(count: int) -> None:
+        smollm2.decode_threads = smollm2.prompt_threads = count
+
+    yield use
+    smollm2.decode_threads, smollm2.prompt_threads = before
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_do_not_depend_on_who_shares_the_batch(
+    smollm2: TorchEngine, of_threads: Callable[[int], None], threads: int
+) -> None:
     """Sixteen sequences of different lengths, one by one and in ragged batches of several sizes."""
+    of_threads(threads)
     rng = Random(2)
     lengths = [rng.randrange(1, 60) for _ in range(14)] + [130, COUNT - 1]
     sequences = [smollm2.open(length + 1) for length in lengths]
@@ -187,6 +204,19 @@ def test_hooks_see_each_layer_once_before_and_after(smollm2: TorchEngine) -> Non
 
 def test_numerics_name_this_machine_and_every_process_agrees(smollm2: TorchEngine) -> None:
     assert smollm2._probe() == smollm2.numerics and len(smollm2.numerics) == 64
+
+
+def test_one_thread_and_two_compute_the_same_kv_and_numerics(
+    smollm2: TorchEngine, cold: list[torch.Tensor], of_threads: Callable[[int], None]
+) -> None:
+    """Prefill and decode instances may have other thread counts, and must find each other's blocks."""
+    of_threads(1)
+    sequence = smollm2.open(COUNT)
+    smollm2.prefill(sequence, TOKENS, 0, COUNT)
+    found = kv(smollm2, sequence, COUNT)
+    smollm2.close(sequence)
+    assert same(found, cold, COUNT)
+    assert smollm2._probe() == smollm2.numerics
 
 
 def test_engine_without_room_says_so(smollm2: TorchEngine) -> None:

@@ -13,7 +13,7 @@ def test_the_spec_and_the_workers_have_the_same_defaults() -> None:
     prefill, decode, pool = PrefillOptions(), DecodeOptions(), PoolOptions()
     for name in ("threads", "kv_blocks", "chunk_tokens"):
         assert getattr(spec.prefill, name) == getattr(prefill, name), f"prefill.{name}"
-    for name in ("threads", "kv_blocks", "batch_max"):
+    for name in ("threads", "prompt_threads", "kv_blocks", "batch_max"):
         assert getattr(spec.decode, name) == getattr(decode, name), f"decode.{name}"
     assert (spec.budgets.match, spec.budgets.fetch, spec.budgets.put) == (
         pool.match_budget_s,

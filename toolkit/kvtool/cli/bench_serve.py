@@ -113,7 +113,10 @@ def _measure(
     idle = watch(deployed.id, idle_s, [deployed.supervisor])
     console.step("one process: load the engine")
     options = DecodeOptions(
-        threads=spec.decode.threads, kv_blocks=spec.decode.kv_blocks, chunk_tokens=spec.prefill.chunk_tokens
+        threads=spec.decode.threads,
+        prompt_threads=spec.prefill.threads,
+        kv_blocks=spec.decode.kv_blocks,
+        chunk_tokens=spec.prefill.chunk_tokens,
     )
     alone = Alone(spec.engine, options, ignore_eos=True)
 

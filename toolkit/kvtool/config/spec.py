@@ -83,7 +83,13 @@ class PrefillSpec(Section):
 
 class DecodeSpec(Section):
     instances: int = Field(1, ge=1, le=64, description="Decode servers.")
-    threads: int = Field(2, ge=1, le=1024, description="Compute threads of each.")
+    threads: int = Field(1, ge=1, le=1024, description="Threads of each for decode steps.")
+    prompt_threads: int = Field(
+        2,
+        ge=1,
+        le=1024,
+        description="Threads of each for prompts that it computes itself: what prefill or the pool did not.",
+    )
     kv_blocks: int = Field(1024, ge=1, description="KV blocks of each; shared by the sequences of its batch.")
     batch_max: int = Field(16, ge=1, le=1024, description="Sequences that decode together.")
 

@@ -10,8 +10,9 @@ from kvtool.engine.manifest import read_manifest
 from kvtool.errors import EngineRefused
 
 
-def load_engine(directory: Path, *, threads: int, blocks: int) -> Engine:
-    """The engine in `directory`, ready to serve. torch's thread count is set for the whole process.
+def load_engine(directory: Path, *, threads: int, blocks: int, prompt_threads: int | None = None) -> Engine:
+    """The engine in `directory`, ready to serve. `threads` compute decode steps, `prompt_threads` (None: as many)
+    prefill; torch's thread count is set for the whole process.
 
     It is loaded in a thread that ends with it. OpenMP keeps a team of threads for every thread that ever ran a parallel
     region, and once there are more of them than cores it stops spinning: a team left over from loading made each decode
@@ -25,7 +26,9 @@ def load_engine(directory: Path, *, threads: int, blocks: int) -> Engine:
         from kvtool.engine.torch.engine import TorchEngine
 
         with ThreadPoolExecutor(1, thread_name_prefix="engine-load") as loader:
-            return loader.submit(TorchEngine, directory, manifest, threads=threads, blocks=blocks).result()
+            return loader.submit(
+                TorchEngine, directory, manifest, threads=threads, blocks=blocks, prompt_threads=prompt_threads
+            ).result()
     raise EngineRefused(
         f"{directory}: an engine for {manifest.target!r}; this kvtool serves torch. Build it again with --target torch"
     )

@@ -60,7 +60,9 @@ def open_decode(
     from kvtool.serve.decode import DecodeWorker
 
     options = options or DecodeOptions()
-    engine = load_engine(engine_dir, threads=options.threads, blocks=options.kv_blocks)
+    engine = load_engine(
+        engine_dir, threads=options.threads, blocks=options.kv_blocks, prompt_threads=options.prompt_threads
+    )
     pool = _pool(pool_state, engine, options.pool, name)
     return DecodeWorker(engine, Tokenizer(engine_dir), pool, namespace, options, close_pool=True)
 

@@ -48,13 +48,16 @@ class PrefillOptions:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """`chunk_tokens`: prompt tokens recomputed between two decode steps, and `recompute_share` of the engine's time
-    that may go into it while a batch runs; `canonicalise_share` likewise for finished requests, whose generated blocks
-    go to the pool for the conversation's next turn, `tidy_tokens` at a time: a new request waits no longer than that
-    takes. `backlog_max`: finished requests that may wait for that; the oldest
+    """`threads`: of decode steps. One by default: a step is short and bound by memory, and a second thread would wait
+    at every layer for a core that the servers need for each token. `prompt_threads`: of prompts, or parts of them, that
+    this worker computes itself. `chunk_tokens`: prompt tokens recomputed between two decode steps, and
+    `recompute_share` of the engine's time that may go into it while a batch runs; `canonicalise_share` likewise for
+    finished requests, whose generated blocks go to the pool for the conversation's next turn, `tidy_tokens` at a time:
+    a new request waits no longer than that takes. `backlog_max`: finished requests that may wait for that; the oldest
     are dropped beyond it, and whenever their memory is wanted."""
 
-    threads: int = 2
+    threads: int = 1
+    prompt_threads: int = 2
     kv_blocks: int = 1024
     batch_max: int = 16
     queue_max: int = 256

@@ -62,6 +62,7 @@ def placeholders(spec: Spec) -> dict[str, str]:
         "prefill_kv_blocks": spec.prefill.kv_blocks,
         "chunk_tokens": spec.prefill.chunk_tokens,
         "decode_threads": spec.decode.threads,
+        "prompt_threads": spec.decode.prompt_threads,
         "decode_kv_blocks": spec.decode.kv_blocks,
         "batch_max": spec.decode.batch_max,
         "match_budget_s": spec.budgets.match,

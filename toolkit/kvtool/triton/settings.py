@@ -90,6 +90,7 @@ class Settings:
     def decode_options(self) -> DecodeOptions:
         return DecodeOptions(
             threads=self.count("threads"),
+            prompt_threads=self.count("prompt_threads"),
             kv_blocks=self.count("kv_blocks"),
             batch_max=self.count("batch_max"),
             pool=self._pool_options(),

@@ -36,15 +36,23 @@ class TorchEngine:
     """One model in this process; see `engine.base.Engine` for the contract.
 
     `blocks`: KV blocks to reserve; their pages are taken when first written. `dtype`: of the prefill products; the
-    default suits the CPU, tests ask for float32.
+    default suits the CPU, tests ask for float32. `prompt_threads`: of prefill, if others than those of decode.
     """
 
     def __init__(
-        self, directory: Path, manifest: Manifest, *, threads: int, blocks: int, dtype: torch.dtype | None = None
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        threads: int,
+        blocks: int,
+        prompt_threads: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         assert threads >= 1 and blocks >= 1
-        torch.set_num_threads(threads)
-        self.threads = threads
+        self.decode_threads, self.prompt_threads = threads, prompt_threads or threads
+        self.threads = 0
+        self._use(self.prompt_threads)
         self.family = _family(directory)
         self.layout = manifest.layout
         self.model_digest = manifest.model_digest
@@ -83,6 +91,7 @@ class TorchEngine:
         own = _own(sequence)
         assert own.open and 0 <= start <= own.length and start < end <= min(len(tokens), own.capacity_tokens)
         assert end <= self.context_tokens_max, f"position {end - 1} is beyond the context of {self.context_tokens_max}"
+        self._use(self.prompt_threads)
         with torch.inference_mode():
             at = start
             while at < end:
@@ -114,6 +123,7 @@ class TorchEngine:
         for own, step in zip(owns, batch, strict=True):
             assert own.open and 0 <= step.position <= own.length and step.position < own.capacity_tokens
             assert step.position < self.context_tokens_max
+        self._use(self.decode_threads)
         with torch.inference_mode():
             logits = self._decode_rows(batch, owns)
         for own, step in zip(owns, batch, strict=True):
@@ -136,6 +146,11 @@ class TorchEngine:
             x = x + layer.decode.out(mixed.to(dtype))
             x = x + self._mlp(layer, layer.decode, x, dtype)
         return weights.head(self._norm(x, weights.norm).to(dtype)).float()
+
+    def _use(self, threads: int) -> None:
+        if threads != self.threads:
+            torch.set_num_threads(threads)
+            self.threads = threads
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.family.norm_eps)
