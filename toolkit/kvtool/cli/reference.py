@@ -157,7 +157,33 @@ def results(bench: Path) -> str:
         f"cores, {hardware['memory']}, GPU: {hardware['gpu']}. {versions}. "
         f"Commit {found['commit']}, seed {found['seed']}, `{found['command']}`. Raw: `tests/bench/serve.json`.",
         "",
+        *_engine_results(bench / "engine.json"),
     ])  # fmt: skip
+
+
+def _engine_results(file: Path) -> list[str]:
+    """The engine alone beside its peers; nothing when that was not measured."""
+    if not file.is_file():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = []
+    for row in found["rows"]:
+        own = f"{1e3 * row['seconds']['kvtool']['median']:.1f} / {1e3 * row['seconds']['kvtool']['p90']:.1f}"
+        for peer, ratio in row["peer_over_kvtool"].items():
+            theirs = f"{1e3 * row['seconds'][peer]['median']:.1f} / {1e3 * row['seconds'][peer]['p90']:.1f}"
+            spread = f"{ratio['low']:.2f} to {ratio['high']:.2f}"
+            rows.append(f"| {row['what']} | {peer} | **{ratio['median']:.2f}** | {spread} | {own} | {theirs} |")
+    peers = ", ".join(f"{name} {version}" for name, version in found["peers"].items())
+    return [
+        "| the engine alone, runs in turns | beside | faster by | spread | kvtool ms, median / P90 | peer's ms |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"{found['threads']} threads each, same model, 512 tokens of context in decode; {peers}. One SDPA call is what "
+        "attention would cost without a fixed order of summation. Above 1 kvtool is faster. Commit "
+        f"{found['commit']}, `{found['command']}`. Raw: `tests/bench/engine.json`.",
+        "",
+    ]
 
 
 def with_results(readme: str, table: str) -> str:
