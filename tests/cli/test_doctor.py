@@ -201,5 +201,7 @@ def test_spec_decides_how_much_shared_memory_and_which_ports_are_wanted(
 
 @pytest.mark.real
 def test_doctor_real_finds_what_the_tests_run_with(capsys: pytest.CaptureFixture[str]) -> None:
-    """The development environment is whole: real imports, real mpiexec, real NIXL."""
+    """The development environment is whole: real imports, real mpiexec, real NIXL. Looking leaves nothing behind."""
+    before = set(Path("/dev/shm").glob("sm_segment*"))
     assert cli.main(["doctor", "--shm", "1MiB"]) == 0, capsys.readouterr().out
+    assert set(Path("/dev/shm").glob("sm_segment*")) <= before, "MPI was started only to ask for its version"

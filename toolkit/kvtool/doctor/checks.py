@@ -226,7 +226,10 @@ def check_mpiexec(host: Host) -> Finding:
 
 
 def check_mpi4py(host: Host) -> Finding:
-    code = "from mpi4py import MPI, __version__; print(__version__, 'on', MPI.Get_library_version().split(',')[0])"
+    code = (  # without starting MPI: a process on its own would leave a segment in /dev/shm
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+        "print(mpi4py.__version__, 'on', MPI.Get_library_version().split(',')[0])"
+    )
     finding = check_package(host, "mpi4py", code, "mpi", "")
     if finding.state is State.OK and "Open MPI" not in finding.found:
         fix = "pip install 'kvtool[mpi]' --force-reinstall"
