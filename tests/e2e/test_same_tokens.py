@@ -27,28 +27,30 @@ def prompts(smollm2_engine: Path) -> list[tuple[str, str]]:
     return thirty(read_manifest(smollm2_engine).layout.block_tokens, CHUNK, tokenizer.encode, tokenizer.decode)
 
 
+def answer_alone(worker: DecodeWorker, name: str, tokens: list[int]) -> list[int]:
+    """What `worker`, without servers and pool, answers to a prompt."""
+    answer, over = list[int](), threading.Event()
+
+    def take(event: Event) -> None:
+        answer.extend(event.tokens)
+        if event.finish:
+            assert event.error is None, event.error
+            over.set()
+
+    worker.submit(Request(name, tuple(tokens), MAX_TOKENS), take)
+    assert over.wait(60), f"{name}: no answer"
+    return answer
+
+
 @pytest.fixture(scope="module")
 def alone(smollm2_engine: Path, prompts: list[tuple[str, str]]) -> dict[str, list[int]]:
     """What one process without servers and pool answers."""
     tokenizer = Tokenizer(smollm2_engine)
     worker = DecodeWorker(load_engine(smollm2_engine, threads=2, blocks=64), tokenizer)
-    answers = {}
     try:
-        for name, text in prompts:
-            tokens, over = list[int](), threading.Event()
-
-            def take(event: Event, tokens: list[int] = tokens, over: threading.Event = over) -> None:
-                tokens.extend(event.tokens)
-                if event.finish:
-                    assert event.error is None, event.error
-                    over.set()
-
-            worker.submit(Request(name, tuple(tokenizer.encode(text)), MAX_TOKENS), take)
-            assert over.wait(60), f"{name}: no answer"
-            answers[name] = tokens
+        return {name: answer_alone(worker, name, tokenizer.encode(text)) for name, text in prompts}
     finally:
         worker.close()
-    return answers
 
 
 def test_cold_warm_and_one_process_give_the_same_tokens(
@@ -88,14 +90,7 @@ def test_the_next_turn_hits_generated_tokens_and_answers_like_a_cold_run(
     assert sum(answer.usage["hit_tokens"].values()) >= (held - 8) // 32 * 32 - 32, answer.usage
 
     worker = DecodeWorker(load_engine(smollm2_engine, threads=2, blocks=64), tokenizer)
-    tokens, over = list[int](), threading.Event()
-
-    def take(event: Event) -> None:
-        tokens.extend(event.tokens)
-        if event.finish:
-            over.set()
-
-    worker.submit(Request("cold", tuple(tokenizer.encode(second)), MAX_TOKENS), take)
-    assert over.wait(60)
-    worker.close()
-    assert answer.tokens == tokens
+    try:
+        assert answer.tokens == answer_alone(worker, "cold", tokenizer.encode(second))
+    finally:
+        worker.close()

@@ -7,13 +7,12 @@ name and gets a new epoch, so the front knows a new server from the one that jus
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtool.errors import Unavailable
+from kvtool.pool.state import write_private
 
 FILE = "peers.json"
 
@@ -69,11 +68,4 @@ class PeersFile:
 
 def write_whole(path: Path, value: Any) -> None:
     """Write JSON by rename, mode 0600."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, sort_keys=True)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_private(path, json.dumps(value, indent=1, sort_keys=True))
