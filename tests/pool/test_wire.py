@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.record import Grant, Granted, Want
+from kvtool.kv.retention import Pin, Retention
 from kvtool.pool import wire
 from kvtool.pool.wire import Op
 
 KEY = bytes(range(32))
-WANTS = [Want(KEY, 77, None, None), Want(KEY[::-1], 5, KEY, 2.5)]
+WANTS = [Want(KEY, 77, None, None), Want(KEY[::-1], 5, KEY, 2.5, Retention(80, 4.0, Pin.HARD, 2))]
 
 
 def test_batches_survive_the_way():
@@ -48,7 +49,7 @@ def test_frames_come_out_whole_however_the_stream_is_cut(seed):
     ("head", "words"),
     [
         (wire.HEAD.pack(2**31, Op.PING, 0, wire.VERSION, 1, 1), "announced a message of 2147483648 bytes"),
-        (wire.HEAD.pack(0, Op.PING, 0, 99, 1, 1), "speaks version 99 .* this side 1"),
+        (wire.HEAD.pack(0, Op.PING, 0, 99, 1, 1), "speaks version 99 .* this side 2"),
         (wire.HEAD.pack(0, 200, 0, wire.VERSION, 1, 1), "op 200"),
     ],
 )

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.lease import Lease
+from kvtool.kv.retention import DEFAULT, Retention
 
 
 class State(IntEnum):
@@ -45,6 +46,7 @@ class Entry:
     transient_until_s: float | None = None
     transient_s: float | None = None
     holders: int = 1
+    retention: Retention = DEFAULT
     doomed: bool = False
     """Forgotten while a move was in flight: its slots come back when the move ends."""
     awaited_by: list[Reading] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Want:
     size: int
     parent: BlockKey | None = None
     transient_s: float | None = None
+    retention: Retention = DEFAULT
 
 
 class Grant(IntEnum):

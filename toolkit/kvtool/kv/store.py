@@ -70,6 +70,7 @@ class Store(Room):
         entry = Entry(want.key, parent, want.size, State.RESERVED, owner, now_s, slot, generation)
         entry.deadline_s = now_s + self.reserve_term_s
         entry.transient_s = want.transient_s
+        entry.retention = want.retention
         self._index[want.key] = self._reserved[slot] = entry
         heapq.heappush(self._reserved_due, (entry.deadline_s, slot, generation))
         return Granted(Grant.GRANTED, slot, generation)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 from kvtool.kv.block import BlockKey
+from kvtool.kv.retention import DEFAULT, Retention
 
 Fill = Callable[[memoryview], None]
 """Writes one block's bytes into the memory it is given, which may be the pool's own slot."""
@@ -71,6 +72,7 @@ class Put:
     """One block to store. `parent` is the key before it in the chain (None for the first): eviction is leaf-first.
 
     `transient_s`: forget it after that many seconds, and never write it to files: a hand-off's trailing partial block.
+    `retention`: priority, pin and copies; how they count is for the rank to decide.
     """
 
     key: BlockKey
@@ -78,6 +80,7 @@ class Put:
     fill: Fill
     parent: BlockKey | None = None
     transient_s: float | None = None
+    retention: Retention = DEFAULT
 
 
 class Outcome(str, Enum):

@@ -146,7 +146,7 @@ class EmbeddedPool:
         results: list[PutResult | None] = [None] * len(blocks)
         left = list(range(len(blocks)))
         while left:
-            wants = [Want(blocks[at].key, blocks[at].size, blocks[at].parent, blocks[at].transient_s) for at in left]
+            wants = [Want(b.key, b.size, b.parent, b.transient_s, b.retention) for b in (blocks[at] for at in left)]
             with self._changed:
                 if self._closed:
                     return [result or PutResult(Outcome.REFUSED, reason="the pool is closed") for result in results]

@@ -138,7 +138,7 @@ class Putting:
 
     def _want(self, position: int) -> Want:
         block = self._blocks[position]
-        return Want(block.key, block.size, block.parent, block.transient_s)
+        return Want(block.key, block.size, block.parent, block.transient_s, block.retention)
 
     def _granted(self, part: _Part) -> list[int]:
         """Take in a rank's answers; the positions that must ask again."""

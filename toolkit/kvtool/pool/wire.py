@@ -27,8 +27,9 @@ import msgpack
 from kvtool.errors import ProtocolError
 from kvtool.kv.block import KEY_SIZE, BlockKey
 from kvtool.kv.record import Commit, Grant, Granted, Hit, Want
+from kvtool.kv.retention import DEFAULT, Pin, Retention
 
-VERSION = 1
+VERSION = 2
 FRAME_MAX = 4 * 2**20
 BATCH_MAX = 16384
 """Keys or records in one message."""
@@ -64,7 +65,7 @@ _FOUND = struct.Struct("<dII")
 _HIT = struct.Struct("<IIQQI")
 _COUNT = struct.Struct("<I")
 _WAIT_COUNT = struct.Struct("<II")
-_WANT = struct.Struct("<32s32sIf")
+_WANT = struct.Struct("<32s32sIffBBB")
 _GRANT = struct.Struct("<BIQ")
 _COMMIT = struct.Struct("<IQQ")
 _ABORT = struct.Struct("<IQ")
@@ -73,6 +74,7 @@ _SETTLED = struct.Struct("<d")
 _CORRUPT = struct.Struct("<32sIQ")
 _NO_KEY = bytes(KEY_SIZE)
 _DURABLE = -1.0
+_KEPT_DEFAULT = (_DURABLE, DEFAULT.priority, DEFAULT.pin, DEFAULT.copies)
 
 Body = bytes | memoryview
 _Kind = TypeVar("_Kind", bound=IntEnum)
@@ -251,8 +253,7 @@ def unpack_found(body: Body) -> Found:
 
 def pack_wants(wait_s: float, wants: Sequence[Want]) -> bytes:
     records = [
-        _WANT.pack(w.key, w.parent or _NO_KEY, w.size, _DURABLE if w.transient_s is None else w.transient_s)
-        for w in wants
+        _WANT.pack(w.key, w.parent or _NO_KEY, w.size, _lasting(w.transient_s), *_kept(w.retention)) for w in wants
     ]
     return _WAIT_COUNT.pack(_milliseconds(wait_s), len(records)) + b"".join(records)
 
@@ -261,14 +262,30 @@ def unpack_wants(body: Body) -> tuple[float, list[Want]]:
     wait_ms, count = _head("reserve", _WAIT_COUNT, body)
     records = _records("reserve", _WANT, count, body, _WAIT_COUNT.size)
     return wait_ms / 1000, [
-        Want(
-            key,
-            size,
-            None if parent == _NO_KEY else parent,
-            None if transient_s == _DURABLE else _seconds(transient_s),
-        )
-        for key, parent, size, transient_s in _WANT.iter_unpack(records)
+        Want(key, size, None if parent == _NO_KEY else parent, _lasts(transient_s), _keeping(*kept))
+        for key, parent, size, transient_s, *kept in _WANT.iter_unpack(records)
     ]
+
+
+def _lasting(seconds: float | None) -> float:
+    return _DURABLE if seconds is None else seconds
+
+
+def _lasts(seconds: float) -> float | None:
+    return None if seconds == _DURABLE else _seconds(seconds)
+
+
+def _kept(retention: Retention) -> tuple[float, int, int, int]:
+    return _lasting(retention.duration_s), retention.priority, retention.pin, retention.copies
+
+
+def _keeping(duration_s: float, priority: int, pin: int, copies: int) -> Retention:
+    if (duration_s, priority, pin, copies) == _KEPT_DEFAULT:
+        return DEFAULT
+    try:
+        return Retention(priority, _lasts(duration_s), Pin(pin), copies)
+    except ValueError as error:
+        raise ProtocolError(f"reserve: {error}") from None
 
 
 def pack_grants(answers: Sequence[Granted], why: str) -> bytes:

@@ -1,0 +1,50 @@
+"""Retention: how long a block is wanted, and how firmly.
+
+The words are TensorRT-LLM's (`KvCacheRetentionConfig`): a priority of 0 to 100, 35 where nobody says, and a duration
+after which the priority falls back to 35. A pin is the owner's promise not to evict: soft, the block goes after
+everything else; hard, it stays. Every pin ends by the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+PRIORITY_DEFAULT = 35
+PRIORITY_MAX = 100
+COPIES_MAX = 8
+
+
+class Pin(IntEnum):
+    NONE = 0
+    SOFT = 1
+    """Evicted only when nothing else can be."""
+    HARD = 2
+    """Not evicted before it ends. Pools cap the share of their slots that may be pinned so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """`duration_s` None: for good, which a pin may not be. `copies`: how many ranks hold it; 0: the pool's default.
+
+    Raises:
+        ValueError: out of range, or a pin without an end.
+    """
+
+    priority: int = PRIORITY_DEFAULT
+    duration_s: float | None = None
+    pin: Pin = Pin.NONE
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.priority <= PRIORITY_MAX:
+            raise ValueError(f"priority: wanted 0 to {PRIORITY_MAX}, found {self.priority}")
+        if self.duration_s is not None and not 0 < self.duration_s < float("inf"):
+            raise ValueError(f"duration_s: wanted more than 0 s, found {self.duration_s}")
+        if self.pin is not Pin.NONE and self.duration_s is None:
+            raise ValueError("a pin must end by the clock; give it a duration_s")
+        if not 0 <= self.copies <= COPIES_MAX:
+            raise ValueError(f"copies: wanted 0 (the pool's default) to {COPIES_MAX}, found {self.copies}")
+
+
+DEFAULT = Retention()
