@@ -108,3 +108,40 @@ def test_a_batch_is_split_by_owner_with_every_position_once_and_in_order(count, 
     assert sum(len(positions) for _, positions in parts) == (count if any(weights) else 0)
     firsts = [positions[0] for _, positions in parts]
     assert firsts == sorted(firsts) and len({rank for rank, _ in parts}) == len(parts)
+
+
+@pytest.mark.parametrize("weights", [(1,) * 5, (1, 2, 3, 0.5, 0.01), (0, 1, 1, 0, 2), (2,)])
+@pytest.mark.parametrize("copies", [0, 1, 2, 3, 9])
+def test_owners_of_a_batch_are_those_of_each_key_and_begin_with_its_owner(weights, copies):
+    placement = Placement(1, [Member(rank, f"p/{rank}", weight) for rank, weight in enumerate(weights)])
+    owners = placement.owners_of_all(KEYS[:600], copies)
+    assert owners == [placement.owners_of(key, copies) for key in KEYS[:600]]
+    live = sum(weight > 0 for weight in weights)
+    assert all(len(set(them)) == len(them) == min(copies, live) for them in owners)
+    assert all(weights[rank] > 0 for them in owners for rank in them)
+    assert placement.owners(KEYS[:600]) == [placement.owner(key) for key in KEYS[:600]]
+    if copies:
+        assert [them[0] for them in owners] == placement.owners(KEYS[:600])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_the_others_stays_when_a_rank_leaves_joins_or_ramps_up(seed):
+    rng = Random(seed)
+    members = [Member(rank, f"p/{rank}", rng.choice([0.5, 1.0, 2.0])) for rank in range(rng.randint(3, 8))]
+    other = rng.choice(members)
+    before = Placement(1, members).owners_of_all(KEYS[:300], len(members))
+    without = Placement(2, [m for m in members if m is not other]).owners_of_all(KEYS[:300], len(members))
+    assert without == [tuple(rank for rank in them if rank != other.rank) for them in before]
+    for share in (0.1, 0.5, 0.9):  # whoever it now stands before, it stood before at less weight or not at all
+        ramped = Member(other.rank, other.identity, other.weight * share)
+        partly = Placement(3, [ramped if m is other else m for m in members]).owners_of_all(KEYS[:300], 2)
+        for some, all_, none in zip(partly, before, without, strict=True):
+            rest = [rank for rank in some if rank != other.rank]
+            assert rest == list(none[: len(rest)])
+            assert other.rank not in some or other.rank in all_[:2]
+
+
+def test_second_owners_spread_over_all_others():
+    owners = Placement(1, FOUR).owners_of_all(KEYS, 2)
+    counts = Counter(owners)
+    assert len(counts) == 12 and all(260 < count < 410 for count in counts.values())
