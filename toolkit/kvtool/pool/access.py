@@ -13,13 +13,14 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from kvtool.errors import KvtoolError, PoolUnavailable, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Path
-from kvtool.pool.link import Link
+from kvtool.pool.link import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Op, pack_aborts
@@ -47,7 +48,7 @@ class UcxDoor:
         self._lock = threading.Lock()
         self._reader: UcxReader | None = None
         self._closed = False
-        self._abandoned: list[tuple[Link, list[tuple[int, int]]]] = []
+        self._abandoned: list[tuple[Line, list[tuple[int, int]]]] = []
 
     @property
     def reader(self) -> UcxReader:
@@ -70,7 +71,7 @@ class UcxDoor:
         """How many blocks one transfer may have."""
         return self.reader.staging.slots
 
-    def abandon(self, link: Link, reserved: list[tuple[int, int]]) -> None:
+    def abandon(self, link: Line, reserved: list[tuple[int, int]]) -> None:
         """A write into the slots `reserved` (slot, generation) of the rank behind `link` may still be under way: the
         connection must outlive it, and the slots are given back when it is over."""
         with self._lock:
@@ -102,8 +103,17 @@ class UcxDoor:
 class Access:
     """One rank as a client uses it: `link` for requests and, once `open` succeeded, `path` for bytes."""
 
-    def __init__(self, state: RankState, link: Link, layout: KVLayout, path: str, door: UcxDoor) -> None:
+    def __init__(
+        self,
+        state: RankState,
+        link: Line,
+        layout: KVLayout,
+        path: str,
+        door: UcxDoor,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.state, self.link = state, link
+        self._now_s = now_s
         self.path: Path | None = None
         self.memory: SlotMemory | None = None
         """Mapped for reading."""
@@ -127,7 +137,7 @@ class Access:
         """
         if self.path is Path.SHM or (self.path is Path.UCX and self._door.reader.connected(self.peer)):
             return self.path
-        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - self._now_s())):
             raise Unavailable(f"rank {self.state.rank} is being connected to and does not answer")
         try:
             if self.link.ucx:
@@ -146,21 +156,22 @@ class Access:
         """
         if self._writable is not None:
             return self._writable
-        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - self._now_s())):
             raise Unavailable(f"rank {self.state.rank} is being connected to and does not answer")
         try:
             if self._writable is None and self.path is Path.SHM and self.memory is not None:
-                self._writable = self._map(writable=True)
+                self._writable = self.map_memory(writable=True)
             return self._writable
         finally:
             self._lock.release()
 
     def _open_shm(self) -> None:
-        self.memory = self._map(writable=False)
+        self.memory = self.map_memory(writable=False)
         if self.memory is not None:
             self.path = Path.SHM
 
-    def _map(self, writable: bool) -> SlotMemory | None:
+    def map_memory(self, writable: bool) -> SlotMemory | None:
+        """The rank's slots as memory of this process; None when it cannot be had."""
         size = self.state.segment_size
         try:
             segment = Segment.attach(self.state.segment, writable, size=size, prefault=size <= PREFAULT_MAX)

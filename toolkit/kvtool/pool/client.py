@@ -15,7 +15,6 @@ import bisect
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -29,6 +28,7 @@ from kvtool.pool.access import Access
 from kvtool.pool.base import BlockView, Path, PoolCounts, Put, PutResult, Tier
 from kvtool.pool.link import RankSlow
 from kvtool.pool.memory import SlotMemory
+from kvtool.pool.outside import Outside
 from kvtool.pool.putting import ANSWER_SHARE, Putting
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import Counting, Held, Placed, PoolRead
@@ -72,26 +72,35 @@ class _Run:
 class PoolClient:
     """A `pool.base.Pool` over the ranks that `state_file` names. Thread-safe, and without threads of its own.
 
-    `path`: "auto" (shared memory where it can be, else UCX), "shm" or "ucx". No pool running yet is no error.
+    `path`: "auto" (shared memory where it can be, else UCX), "shm" or "ucx". No pool running yet is no error. `outside`
+    replaces the machine's clock and network (see `outside`); `state_file` and `path` then mean nothing.
 
     Raises:
         Refused: the pool that runs there holds another KV layout; both are in the sentence.
     """
 
     def __init__(
-        self, state_file: FilePath, layout: KVLayout, *, path: str = "auto", client_name: str = "client"
+        self,
+        state_file: FilePath,
+        layout: KVLayout,
+        *,
+        path: str = "auto",
+        client_name: str = "client",
+        outside: Outside | None = None,
     ) -> None:
         if path not in ("auto", "shm", "ucx"):
             raise SpecRefused(f"pool.path: wanted auto, shm or ucx, found {path!r}")
         self.layout = layout
-        self._ranks = Ranks(FilePath(state_file), layout, path, client_name)
+        outside = outside or Outside(FilePath(state_file), layout, path, client_name)
+        self._now_s = outside.now_s
+        self._ranks = Ranks(outside, layout, client_name)
         self._counting = Counting()
         self._numbers = itertools.count(1)
         self._probing = threading.Lock()
         self._probed_s, self._alive = -ALIVE_S, False
 
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
-        deadline_s = time.monotonic() + budget_s
+        deadline_s = self._now_s() + budget_s
         run = _Run(len(keys))
         parts = self._split(keys, run, deadline_s)
         self._ask(parts, Op.MATCH, lambda part: b"".join(part.keys), deadline_s)
@@ -102,7 +111,7 @@ class PoolClient:
         return run.cut
 
     def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> PoolRead:
-        deadline_s = time.monotonic() + budget_s
+        deadline_s = self._now_s() + budget_s
         wait_s = budget_s * ANSWER_SHARE
         answers_by_s = deadline_s - budget_s * (1 - ANSWER_SHARE) / 2  # time to fetch from those who do answer
         run = _Run(len(keys))
@@ -124,18 +133,18 @@ class PoolClient:
         return PoolRead(blocks, [found[position][1] for position in range(run.cut)], helds)
 
     def write(self, blocks: Sequence[Put], budget_s: float = 2.0) -> list[PutResult]:
-        results = Putting(self._ranks, self.layout, blocks, time.monotonic() + budget_s).run()
+        results = Putting(self._ranks, self.layout, blocks, self._now_s() + budget_s).run()
         self._counting.put(results, [block.size for block in blocks], Path.SHM)
         return results
 
     def drop(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
-        deadline_s = time.monotonic() + budget_s
+        deadline_s = self._now_s() + budget_s
         parts = self._group(keys, _Run(len(keys)), deadline_s, whole=False)
         self._ask(parts, Op.DROP, lambda part: b"".join(part.keys), deadline_s)
         return sum(self._answer(part, wire.unpack_count, deadline_s) or 0 for part in parts)
 
     def alive(self) -> bool:
-        now_s = time.monotonic()
+        now_s = self._now_s()
         self._ranks.refresh()
         if any(a.link.connected and now_s - a.link.heard_s < ALIVE_S and a.link.usable for a in self._ranks.all()):
             return True
@@ -162,7 +171,7 @@ class PoolClient:
     def _probe(self, access: Access) -> bool:
         try:
             if access.link.usable:
-                access.link.call(Op.PING, b"", time.monotonic() + PROBE_S)
+                access.link.call(Op.PING, b"", self._now_s() + PROBE_S)
                 return True
         except KvtoolError:
             pass
@@ -197,7 +206,7 @@ class PoolClient:
 
     def _ask(self, parts: Sequence[_Part], op: Op, body: Callable[[_Part], bytes], deadline_s: float) -> None:
         for part in parts:
-            part.sent_s = time.monotonic()
+            part.sent_s = self._now_s()
             try:
                 part.request = part.access.link.start(op, body(part), deadline_s, part.number)
             except KvtoolError as error:
@@ -231,7 +240,7 @@ class PoolClient:
         count = sum(position < run.cut for position in part.positions[: len(hits.hits)])
         memory = part.memory
         if memory is not None:
-            held = Held(part.sent_s + hits.term_s, time.monotonic, memory.generations, release)
+            held = Held(part.sent_s + hits.term_s, self._now_s, memory.generations, release)
             views: Sequence[memoryview] = [
                 memory.slot(slot, length).toreadonly() for slot, length, *_ in hits.hits[:count]
             ]
@@ -251,7 +260,7 @@ class PoolClient:
 
     def _failed_check(self, part: _Part, held: Held, key: BlockKey, slot: int, generation: int) -> str:
         """Bytes that are not the block's: because the lease lapsed, or because the block is corrupt."""
-        if time.monotonic() >= held.deadline_s:
+        if self._now_s() >= held.deadline_s:
             return "lapsed"
         part.access.link.tell(Op.CORRUPT, wire.pack_corrupt(key, slot, generation))
         return "corrupt"
@@ -263,7 +272,7 @@ class PoolClient:
         access, door = part.access, self._ranks.door
         door.look_after()
         lapses_at_s = part.sent_s + hits.term_s
-        nothing = Held(lapses_at_s, time.monotonic, None, lambda: None)
+        nothing = Held(lapses_at_s, self._now_s, None, lambda: None)
         if not count:
             return [], nothing
         if part.access.path is not Path.UCX:  # its memory was unmapped under us
@@ -279,10 +288,10 @@ class PoolClient:
             ranges = [(access.offset(slot), length) for slot, length, *_ in hits.hits[:count]]
             staged = door.reader.read(access.peer, ranges, deadline_s)
         except KvtoolError as error:
-            run.end(part.positions[0], "timeout" if time.monotonic() >= deadline_s else "rank_down")
+            run.end(part.positions[0], "timeout" if self._now_s() >= deadline_s else "rank_down")
             self._note(part, error)
             return [], nothing
-        return [view.toreadonly() for view in staged], Held(lapses_at_s, time.monotonic, None, staged.release)
+        return [view.toreadonly() for view in staged], Held(lapses_at_s, self._now_s, None, staged.release)
 
     def _count(self, blocks: Sequence[BlockView], wanted: int, run: _Run) -> None:
         self._counting.read(blocks)

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from kvtool.errors import ProtocolError, Refused, Unavailable
 from kvtool.kv.layout import KVLayout
@@ -44,13 +45,52 @@ class RankSlow(Unavailable):
     """No answer in time, now or to the last call."""
 
 
+class Line(Protocol):
+    """What a client needs of a link; `Link` is the real one, and says what each does."""
+
+    state: RankState
+    ucx: bool
+    heard_s: float
+
+    @property
+    def usable(self) -> bool: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def start(self, op: Op, body: bytes, deadline_s: float, undo: int = 0) -> int: ...
+
+    def tell(self, op: Op, body: bytes) -> None: ...
+
+    def finish(self, number: int, deadline_s: float) -> bytes: ...
+
+    def call(self, op: Op, body: bytes, deadline_s: float) -> bytes: ...
+
+    def connect(self, deadline_s: float) -> None: ...
+
+    def begin_writing(self) -> bool: ...
+
+    def end_writing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Link:
-    """One connection to a rank, made when first used. Thread-safe. Deadlines are points on time.monotonic()."""
+    """One connection to a rank, made when first used. Thread-safe. Deadlines are points on `now_s`'s clock, which for
+    a real socket must run as time.monotonic() does."""
 
     def __init__(
-        self, state: RankState, key: bytes, layout: KVLayout, name: str, ucx: bool, on_epoch: Callable[[int], None]
+        self,
+        state: RankState,
+        key: bytes,
+        layout: KVLayout,
+        name: str,
+        ucx: bool,
+        on_epoch: Callable[[int], None],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
+        self._now_s = now_s
         self.ucx = ucx
         self._key, self._layout, self._name, self._on_epoch = key, layout, name, on_epoch
         self._local = state.host == socket.gethostname() and Path(state.unix).exists()
@@ -78,7 +118,7 @@ class Link:
         if self._closed:
             return False
         if self._sock is None:
-            return time.monotonic() - self._dialled_s >= RETRY_S
+            return self._now_s() - self._dialled_s >= RETRY_S
         if self._open_since_s is not None:
             self._look()
         return self._sock is not None and self._open_since_s is None
@@ -114,7 +154,7 @@ class Link:
         sock = self._sock
         if sock is not None:
             try:
-                self._send(sock, wire.frame(op, 0, 0, body), time.monotonic() + 0.1)
+                self._send(sock, wire.frame(op, 0, 0, body), self._now_s() + 0.1)
             except Unavailable:
                 pass
 
@@ -133,7 +173,7 @@ class Link:
                     break
                 if number not in self._asked:
                     raise RankDown(f"rank {self.state.rank} closed the connection")
-                left_s = deadline_s - time.monotonic()
+                left_s = deadline_s - self._now_s()
                 if left_s <= 0 and (looked or self._reading):
                     self._give_up(number)
                     raise RankSlow(f"rank {self.state.rank} gave no answer in time")
@@ -191,14 +231,14 @@ class Link:
         sock = self._sock
         if sock is not None:
             return sock
-        if not self._dialling.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if not self._dialling.acquire(timeout=max(0.0, deadline_s - self._now_s())):
             raise RankSlow(f"rank {self.state.rank} is being dialled and does not answer")
         try:
             if self._sock is not None:
                 return self._sock
-            if self._closed or time.monotonic() - self._dialled_s < RETRY_S:
+            if self._closed or self._now_s() - self._dialled_s < RETRY_S:
                 raise RankDown(f"rank {self.state.rank} could not be reached a moment ago")
-            self._dialled_s = time.monotonic()
+            self._dialled_s = self._now_s()
             return self._dial(deadline_s)
         finally:
             self._dialling.release()
@@ -207,7 +247,7 @@ class Link:
         family = socket.AF_UNIX if self._local else socket.AF_INET6 if ":" in self.state.tcp[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(0.01, deadline_s - time.monotonic()))
+            sock.settimeout(max(0.01, deadline_s - self._now_s()))
             if self._local:
                 with short_path(Path(self.state.unix)) as path:
                     sock.connect(path)
@@ -228,11 +268,11 @@ class Link:
         sock.setblocking(False)
         with self._lock:
             self._sock, self._splitter, self._open_since_s = sock, splitter, None
-            self.heard_s = time.monotonic()
+            self.heard_s = self._now_s()
         return sock
 
     def _shake_hands(self, sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> None:
-        nonce = wire.unpack_nonce(_next(sock, splitter, deadline_s).body)
+        nonce = wire.unpack_nonce(self._next(sock, splitter, deadline_s).body)
         hello = {
             "proof": wire.proof(self._key, nonce),
             "fingerprint": self._layout.fingerprint,
@@ -241,24 +281,35 @@ class Link:
             "ucx": self.ucx,
         }
         sock.sendall(wire.frame(Op.HELLO, 1, 0, wire.pack_map(hello)))
-        answer = _next(sock, splitter, deadline_s)
+        answer = self._next(sock, splitter, deadline_s)
         if answer.status is not Status.OK:
             raise Refused(answer.body.decode(errors="replace"))
         self._on_epoch(answer.epoch)
+
+    def _next(self, sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> Message:
+        """The next message during the handshake, where the peer sends one at a time."""
+        while True:
+            sock.settimeout(max(0.01, deadline_s - self._now_s()))
+            data = sock.recv(_READ_SIZE)
+            if not data:
+                raise RankDown("the rank closed the connection during the handshake")
+            messages = splitter.feed(data)
+            if messages:
+                return messages[0]
 
     # Sending and receiving
 
     def _send(self, sock: socket.socket, data: bytes, deadline_s: float) -> None:
         """One frame, whole; waits for the threads before us, and for room, until the deadline."""
         view = memoryview(data)
-        if not self._sending.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if not self._sending.acquire(timeout=max(0.0, deadline_s - self._now_s())):
             raise RankSlow(f"rank {self.state.rank} takes no requests: others wait to be sent before this one")
         try:
             while view:
                 try:
                     view = view[sock.send(view) :]
                 except BlockingIOError:
-                    if not _wait(sock, select.POLLOUT, deadline_s - time.monotonic()):
+                    if not _wait(sock, select.POLLOUT, deadline_s - self._now_s()):
                         if len(view) < len(data):
                             self._lost(sock)  # half a frame: the stream is of no use any more
                         else:
@@ -291,7 +342,7 @@ class Link:
     def _take(self, messages: list[Message]) -> None:
         late = []
         with self._lock:
-            self._open_since_s, self.heard_s = None, time.monotonic()
+            self._open_since_s, self.heard_s = None, self._now_s()
             for message in messages:
                 if self._asked.pop(message.request, None) is not None:
                     self._replies[message.request] = message
@@ -331,11 +382,11 @@ class Link:
         self._given_up[number] = self._asked.pop(number)
         while len(self._given_up) > 1024:
             del self._given_up[next(iter(self._given_up))]
-        self._open_since_s = time.monotonic()
+        self._open_since_s = self._now_s()
 
     def _open(self) -> None:
         with self._lock:
-            self._open_since_s = time.monotonic()
+            self._open_since_s = self._now_s()
 
     def _lost(self, sock: socket.socket | None) -> None:
         with self._lock:
@@ -360,15 +411,3 @@ def _wait(sock: socket.socket, events: int, wait_s: float) -> bool:
     poll = select.poll()
     poll.register(sock, events)
     return bool(poll.poll(max(1, int(wait_s * 1000))))
-
-
-def _next(sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> Message:
-    """The next message during the handshake, where the peer sends one at a time."""
-    while True:
-        sock.settimeout(max(0.01, deadline_s - time.monotonic()))
-        data = sock.recv(_READ_SIZE)
-        if not data:
-            raise RankDown("the rank closed the connection during the handshake")
-        messages = splitter.feed(data)
-        if messages:
-            return messages[0]

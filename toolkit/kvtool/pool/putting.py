@@ -7,7 +7,6 @@ reserved stays open, since its end is what tells the rank that nobody writes the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +55,7 @@ class Putting:
             left = list(range(at, min(at + BATCH, len(self._blocks))))
             while left:
                 again, progress = self._round(left)
-                if again and not progress and time.monotonic() >= self._deadline_s:
+                if again and not progress and self._ranks.now_s() >= self._deadline_s:
                     for position in again:
                         reason = "no slot came free within the budget of this put"
                         self._results[position] = PutResult(Outcome.REFUSED, reason=reason)
@@ -124,7 +123,7 @@ class Putting:
         return _Part(access, path, memory) if access.link.begin_writing() else down
 
     def _reserve(self, parts: list[_Part]) -> None:
-        now_s = time.monotonic()
+        now_s = self._ranks.now_s()
         left_s = max(0.0, self._deadline_s - now_s)
         wait_s = left_s * ANSWER_SHARE
         self._answers_by_s = now_s + left_s * (1 + ANSWER_SHARE) / 2  # time to write and commit to those who do answer

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from kvtool.errors import KvtoolError, PoolUnavailable, Refused
+from kvtool.errors import KvtoolError, PoolUnavailable
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.placement import Member, Placement
 from kvtool.pool.access import Access, UcxDoor
-from kvtool.pool.link import Link
-from kvtool.pool.state import PoolState, read_state
+from kvtool.pool.outside import Outside
+from kvtool.pool.state import PoolState
 
 log = logging.getLogger("kvtool.pool")
 
@@ -28,24 +26,25 @@ LOOK_S = 0.25
 class Ranks:
     """Live ranks and who owns which key. Thread-safe."""
 
-    def __init__(self, state_file: Path, layout: KVLayout, path: str, name: str) -> None:
+    def __init__(self, outside: Outside, layout: KVLayout, name: str) -> None:
         """
         Raises:
             Refused: the pool that runs there holds another KV layout; both are in the sentence.
         """
-        self._file, self._layout, self._path, self._name = state_file, layout, path, name
+        self._outside, self.now_s = outside, outside.now_s
         self.door = UcxDoor(name, layout)
         self._lock = threading.Lock()
         self._accesses: dict[int, Access] = {}
         self._placement = Placement(0, [])
-        self._stamp: tuple[int, int] | None = None
         self._looked_s = -LOOK_S
         self._stale = True
         try:
-            _check_layout(state_file, read_state(state_file), layout)
+            state = outside.look()
         except PoolUnavailable:
-            pass  # it may start later
-        self.refresh()
+            return  # it may start later
+        if state is not None:
+            self._looked_s, self._stale = self.now_s(), False
+            self._adopt(state)
 
     def all(self) -> list[Access]:
         return list(self._accesses.values())
@@ -73,25 +72,22 @@ class Ranks:
         self._stale = True
 
     def refresh(self) -> None:
-        """Read the state file again if there is reason to."""
-        now_s = time.monotonic()
+        """Look for the pool's state again if there is reason to."""
+        now_s = self.now_s()
         if not self._stale or now_s - self._looked_s < LOOK_S:
             return
         with self._lock:
             self._looked_s = now_s
             try:
-                found = self._file.stat()
-                stamp = (found.st_mtime_ns, found.st_ino)
-                if stamp == self._stamp:
-                    self._stale = any(not access.link.usable for access in self._accesses.values())
-                    return
-                state = read_state(self._file)
-                _check_layout(self._file, state, self._layout)
+                state = self._outside.look()
             except (OSError, KvtoolError) as error:
                 log.debug("no pool state why=%r", str(error))
                 return  # stale still: look again soon
-            self._stamp, self._stale = stamp, False
-            self._adopt(state)
+            if state is None:
+                self._stale = any(not access.link.usable for access in self._accesses.values())
+            else:
+                self._stale = False
+                self._adopt(state)
 
     def _adopt(self, state: PoolState) -> None:
         """Keep the links to processes that are still in it, open those to new ones, close the rest."""
@@ -103,9 +99,7 @@ class Ranks:
             if known is not None and (known.state.pid, known.state.started) == (rank.pid, rank.started):
                 kept[rank.rank] = known
                 continue
-            ucx = Access.wants_ucx(rank, self._path)
-            link = Link(rank, bytes.fromhex(state.key), self._layout, self._name, ucx, self.saw_epoch)
-            kept[rank.rank] = Access(rank, link, self._layout, self._path, self.door)
+            kept[rank.rank] = self._outside.access(rank, bytes.fromhex(state.key), self.door, self.saw_epoch)
         gone = [access for rank, access in self._accesses.items() if kept.get(rank) is not access]
         self._accesses = kept
         self._placement = Placement(
@@ -113,18 +107,9 @@ class Ranks:
         )
         for access in gone:
             access.close()
-        log.info("pool known epoch=%d ranks=%d file=%r", state.epoch, len(kept), str(self._file))
+        log.info("pool known epoch=%d ranks=%d file=%r", state.epoch, len(kept), self._outside.where)
 
     def close(self) -> None:
         for access in self.all():
             access.close()
         self.door.close()
-
-
-def _check_layout(file: Path, state: PoolState, layout: KVLayout) -> None:
-    if state.kv_layout.fingerprint != layout.fingerprint:
-        raise Refused(
-            f"KV layouts differ: the pool of {file} holds {state.kv_layout} (fingerprint "
-            f"{state.kv_layout.fingerprint}), this client has {layout} (fingerprint {layout.fingerprint}); "
-            "start the pool with the layout of the engine"
-        )
