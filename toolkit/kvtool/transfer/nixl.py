@@ -8,10 +8,14 @@ Set before the import, unless the user has set them:
 
 `tcp` must stay in `UCX_TLS`: shared-memory transports have no peer-failure handler, and without one NIXL 1.5 first
 refuses and then crashes. Processes that use MPI import mpi4py before this; the other order crashes at exit in libnl.
+So does a host that has RDMA's libraries installed, whose libnl is loaded next to the one in NIXL's wheel, unless the
+host's comes first; `load` sees to that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import os
@@ -56,6 +60,8 @@ def load() -> ModuleType:
     check_transports(os.environ.get("UCX_TLS", ""))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    with contextlib.suppress(OSError):  # a host without it needs nothing
+        ctypes.CDLL("libnl-route-3.so.200")
     for package in _PACKAGES:
         try:
             return importlib.import_module(f"{package}._api")
