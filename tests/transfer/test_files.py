@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import wait
 from random import Random
 
@@ -14,7 +15,8 @@ import pytest
 
 from kvtool.errors import BlockCorrupt, Refused, Unavailable
 from kvtool.transfer.checksum import checksum
-from kvtool.transfer.filehead import PAGE
+from kvtool.transfer.disk import FileDisk
+from kvtool.transfer.filehead import HEAD_SIZE, PAGE, FileHead, Kept, SlotHeader
 from kvtool.transfer.files import BlockFile
 
 SLOT = 100_000
@@ -40,19 +42,22 @@ def test_blocks_come_back_past_the_page_cache_and_from_aligned_memory_without_a_
             pytest.skip(f"this file system: {file.how}")
         data, out = aligned(2 * PAGE), aligned(2 * PAGE)
         data[:] = block_of(1, 2 * PAGE)
-        file.write(2, data, key_of(1), generation=7).result(10)
+        kept = Kept(priority=80, until_s=1.7e9, pin=1, copies=2)
+        file.write(2, data, key_of(1), generation=7, parent=key_of(9), kept=kept).result(10)
         found = file.read(2, out, key_of(1), generation=7).result(10)
         assert bytes(out) == bytes(data)
-        assert found == (key_of(1), 2 * PAGE, checksum(data, key_of(1)), 7)
+        sum_ = checksum(data, key_of(1))
+        assert found == SlotHeader(key_of(1), 2 * PAGE, sum_, 7, key_of(9), kept, stored=sum_)
         assert list(file.headers()) == [(2, found)]
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 1, SLOT - 1, SLOT])
-@pytest.mark.parametrize("fsync", [False, True])
-def test_every_size_comes_back(tmp_path, size, fsync):
-    with BlockFile(tmp_path / "blocks", SLOT, 3, fsync=fsync) as file:
-        file.write(1, block_of(9), key_of(9)).result(10)  # longer before
-        file.write(1, block_of(1, size), key_of(1), sum=checksum(block_of(1, size), key_of(1))).result(10)
+@pytest.mark.parametrize("durable", [False, True])
+def test_every_size_comes_back(tmp_path, size, durable):
+    with BlockFile(tmp_path / "blocks", SLOT, 3) as file:
+        file.write(1, block_of(9), key_of(9), durable=durable).result(10)  # longer before
+        sum_ = checksum(block_of(1, size), key_of(1))
+        file.write(1, block_of(1, size), key_of(1), sum=sum_, durable=durable).result(10)
         out = bytearray(size)
         assert file.read(1, out, key_of(1)).result(10).size == size
         assert out == block_of(1, size)
@@ -164,7 +169,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(small_tmpfs, monkeypatch):
     with pytest.raises(Refused, match=r"wanted 5.0 MiB, the file system of .* has 4.0 MiB left; lower pool.file_size"):
         BlockFile(directory / "blocks", MIB - PAGE, 4)
     assert list(directory.iterdir()) == []
-    monkeypatch.setattr("kvtool.transfer.files.demand", lambda *_: None)
+    monkeypatch.setattr("kvtool.transfer.disk.demand", lambda *_: None)
     with pytest.raises(Refused, match=r"wanted 5\.0 MiB, the disk ran full .*lower pool.file_size"):
         BlockFile(directory / "blocks", MIB - PAGE, 4)
     assert list(directory.iterdir()) == []
@@ -174,10 +179,12 @@ def test_a_file_of_another_shape_or_owner_or_in_use_is_refused(tmp_path):
     path = tmp_path / "blocks"
     with BlockFile(path, SLOT, 3), pytest.raises(Refused, match="in use by another process"):
         BlockFile(path, SLOT, 3)
-    with pytest.raises(Refused, match=r"found 425984 with 3 slots of 100000 bytes; give each layout"):
-        BlockFile(path, SLOT, 4)
-    with pytest.raises(Refused, match=r"wanted a block file of 3 slots of 99999 bytes, found 3 slots of 100000"):
+    with pytest.raises(Refused, match=r"wanted blocks of up to 99999 bytes, found blocks of up to 100000 bytes; give"):
         BlockFile(path, SLOT - 1, 3)
+    with pytest.raises(
+        Refused, match=r"wanted blocks of .* of b \(fingerprint B\), found blocks of up to 100000 bytes;"
+    ):
+        BlockFile(path, SLOT, 3, fingerprint="B", layout="b")
     path.chmod(0o640)
     with pytest.raises(Refused, match=r"mode 0600, found -rw-r-----"):
         BlockFile(path, SLOT, 3)
@@ -186,6 +193,64 @@ def test_a_file_of_another_shape_or_owner_or_in_use_is_refused(tmp_path):
         BlockFile(tmp_path / "link", SLOT, 3)
     with pytest.raises(Refused, match="No such file or directory"):
         BlockFile(tmp_path / "nowhere" / "blocks", SLOT, 3)
+
+
+def test_a_file_of_somebody_else_is_refused_and_one_with_a_damaged_head_begins_afresh(tmp_path):
+    path = tmp_path / "blocks"
+    path.write_text("not blocks at all" * 1000)
+    path.chmod(0o600)
+    with pytest.raises(Refused, match="wanted a block file, found something else; move it away or remove it"):
+        BlockFile(path, SLOT, 3)
+    assert path.read_text().startswith("not blocks")
+    path.unlink()
+    with BlockFile(path, SLOT, 3) as file:
+        file.write(1, block_of(1), key_of(1)).result(10)
+    with path.open("r+b") as raw:
+        raw.seek(20)
+        raw.write(b"xx")
+    with BlockFile(path, SLOT, 3) as file:
+        assert list(file.headers()) == []
+    assert FileHead.unpack(path.read_bytes()[:HEAD_SIZE]) == FileHead(SLOT, 3)
+
+
+def test_a_file_may_shrink_or_grow_and_keeps_what_fits(tmp_path):
+    path = tmp_path / "blocks"
+    with BlockFile(path, SLOT, 6) as file:
+        for n in range(6):
+            file.write(n, block_of(n), key_of(n)).result(10)
+    for slots, left in [(3, [0, 1, 2]), (8, [0, 1, 2])]:
+        with BlockFile(path, SLOT, slots) as file:
+            assert path.stat().st_size == file.size == (slots + 1) * STRIDE <= path.stat().st_blocks * 512
+            assert [slot for slot, _ in file.headers()] == left
+            file.check(2, key_of(2), SLOT).result(10)
+
+
+def test_durable_writes_share_syncs_and_fail_with_them(tmp_path):
+    """A disk whose sync waits until it is let go: what was written meanwhile rides on the next one."""
+
+    class Slow(FileDisk):
+        syncs, go, error = 0, threading.Event(), None
+
+        def sync(self):
+            self.syncs += 1
+            assert self.go.wait(10)
+            if self.error:
+                raise self.error
+
+    disk = Slow(tmp_path / "blocks")
+    disk.go.set()
+    with BlockFile(None, SLOT, 20, disk=disk, threads=3) as file:
+        disk.go.clear()
+        disk.syncs = 0
+        writes = [file.write(n, block_of(n), key_of(n), durable=True) for n in range(20)]
+        file.write(0, block_of(0), key_of(0)).result(10)  # not durable: waits for nobody
+        assert not any(write.done() for write in writes)
+        disk.go.set()
+        assert not wait(writes, 10).not_done and all(write.exception() is None for write in writes)
+        assert disk.syncs <= 3
+        disk.error = OSError(5, "Input/output error")
+        with pytest.raises(Unavailable, match="Input/output error in fdatasync; the disk may be failing"):
+            file.write(1, block_of(1), key_of(1), durable=True).result(10)
 
 
 def test_a_disk_that_gives_back_other_bytes_is_refused_at_start(tmp_path, monkeypatch):
