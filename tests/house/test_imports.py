@@ -25,6 +25,7 @@ BELOW = {
     "config": set(),
     "triton": {"config", "serve", "pool", "engine", "conductor", "transfer", "kv"},
     "doctor": {"config", "engine", "pool", "transfer", "triton", "kv"},
+    "sim": {"config", "pool", "transfer", "kv"},
     "measure": {"config", "triton", "serve", "pool", "engine", "transfer", "kv"},
 }
 EVERYWHERE = {"errors", "clock", "units", "assets", "__version__"}

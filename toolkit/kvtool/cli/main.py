@@ -31,6 +31,7 @@ COMMANDS = {
     "pool": Entry("kvtool.cli.pool:app", "Start, watch and stop a KV pool of its own."),
     "generate": Entry("kvtool.cli.generate:generate", "Send one prompt and stream the answer."),
     "chat": Entry("kvtool.cli.chat:chat", "Talk to a deployment, turn by turn."),
+    "sim": Entry("kvtool.cli.sim:SimGroup", "Replay traces on the rules that production runs."),
     "bench": Entry("kvtool.cli.bench:BenchGroup", "Measure, side by side, with percentiles."),
 }
 

@@ -1,0 +1,1 @@
+"""What would happen: traces replayed on the production rules, without bytes and without waiting."""
