@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvtool.kv.record import Commit, Demote, Grant, Promote, Stamp, State, Want
+from kvtool.kv.record import IN_FILE, NOWHERE, Commit, Demote, Grant, Promote, Stamp, State, Want
 from kvtool.kv.store import Store
 
 KEYS = [bytes([n]) * 32 for n in range(40)]
@@ -32,6 +32,7 @@ class Machine:
         self.number = 0
         self.hits = self.promoted_hits = self.evictions = 0
         self.before: tuple[set[bytes], int, int] = (set(), 0, 0)
+        self.listed: dict[bytes, int] = {}
 
     def act(self) -> None:
         for action in self.store.take_actions():
@@ -45,6 +46,10 @@ class Machine:
                 self.headers[action.slot] = action
             else:
                 self.moves.append(action)
+        for block in self.store.take_whereabouts():
+            assert block.was == self.listed.pop(block.key, NOWHERE)
+            if block.slot != NOWHERE:
+                self.listed[block.key] = block.slot
 
     def finish_move(self, ok: bool) -> None:
         move = self.moves.pop(self.rng.randrange(len(self.moves)))
@@ -115,6 +120,9 @@ class Machine:
                 if self.now_s < lapses_at_s:
                     assert store.dram.generation(slot) == generation, "a leased slot was given away"
                     assert self.memory[slot][0] == self.headers[slot].key != b""
+        at = {key: store._index[key].slot for key in store.resident()}
+        promoting = [key for key, state in store.resident().items() if state is State.PROMOTING]
+        assert self.listed == {**at, **dict.fromkeys(promoting, IN_FILE)}, "the directory is not true"
         for key, state in store.resident().items():
             entry = store._index[key]
             if state in (State.COMMITTED, State.DEMOTING):

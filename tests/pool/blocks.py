@@ -9,7 +9,7 @@ import numpy as np
 from kvtool.kv.block import KeySeed, block_keys
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Put
-from kvtool.pool.memory import SlotMemory
+from kvtool.pool.directory import segment_size
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=64, block_tokens=32)
 SEED = KeySeed("test", "model", LAYOUT.fingerprint).digest()
@@ -36,4 +36,4 @@ def puts(keys, first_parent=None, transient_s=None):
 
 
 def room_for(blocks: int) -> int:
-    return SlotMemory.size(blocks, LAYOUT.block_size)
+    return segment_size(blocks, LAYOUT.block_size, 100)

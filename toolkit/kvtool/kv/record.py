@@ -169,6 +169,20 @@ class Promote:
 Action = Stamp | Demote | Promote
 
 
+IN_FILE, NOWHERE = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a block can be read now, for a directory: in DRAM slot `slot`, only `IN_FILE`, or `NOWHERE`. `was`: where
+    it was listed before."""
+
+    key: BlockKey
+    was: int
+    slot: int = NOWHERE
+    transient: bool = False
+
+
 @dataclass
 class Quarantined:
     """A slot that nobody may have yet. It is free once every reader's lease ended and, when a writer may still hold

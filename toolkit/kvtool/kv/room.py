@@ -18,7 +18,20 @@ from __future__ import annotations
 from kvtool.kv.block import BlockKey
 from kvtool.kv.evict import Children, LeafLRU
 from kvtool.kv.lease import LeaseTable
-from kvtool.kv.record import Action, Demote, Entry, Promote, Quarantined, Reading, Stamp, State, StoreCounts
+from kvtool.kv.record import (
+    IN_FILE,
+    NOWHERE,
+    Action,
+    Demote,
+    Entry,
+    Promote,
+    Quarantined,
+    Reading,
+    Stamp,
+    State,
+    StoreCounts,
+    Whereabouts,
+)
 from kvtool.kv.slots import SlotAllocator
 
 MOVES_MAX = 64
@@ -49,11 +62,29 @@ class Room:
         self._move = 0
         self._uses = 0
         self._actions: list[Action] = []
+        self._moved_from: dict[BlockKey, int] = {}  # blocks to list anew -> where they are listed
 
     def take_actions(self) -> list[Action]:
         """What is to be done now, in order; stamps before their slot is mentioned to anyone."""
         actions, self._actions = self._actions, []
         return actions
+
+    def take_whereabouts(self) -> list[Whereabouts]:
+        """Where the blocks are now that came, moved or went since the last time, for a directory of them; to be
+        listed after the actions are carried out."""
+        moved, self._moved_from = self._moved_from, {}
+        return [self._whereabouts(key, was) for key, was in moved.items()]
+
+    def _whereabouts(self, key: BlockKey, was: int) -> Whereabouts:
+        entry = self._index.get(key)
+        if entry is None or entry.state is State.RESERVED:
+            return Whereabouts(key, was)
+        return Whereabouts(key, was, _readable_at(entry), entry.transient_s is not None)
+
+    def _list_anew(self, entry: Entry, was: int) -> None:
+        """What is listed of `entry` is not true any more: that it can be read at `was`."""
+        if not entry.doomed:  # else its key may be another entry's by now
+            self._moved_from.setdefault(entry.key, was)
 
     # Which blocks may leave
 
@@ -184,12 +215,14 @@ class Room:
     # Entering, moving, leaving
 
     def _enter_dram(self, entry: Entry) -> None:
+        self._list_anew(entry, IN_FILE if entry.state is State.PROMOTING else NOWHERE)
         entry.state = State.COMMITTED
         self._actions.append(Stamp(entry.slot, entry.generation, entry.key, entry.length, entry.checksum))
 
     def _leave_dram(self, entry: Entry, quarantine: str = "", now_s: float = 0.0) -> None:
         """Give back the slot of a committed entry, or quarantine it while readers or doubts remain."""
         slot, entry.slot = entry.slot, -1
+        self._list_anew(entry, slot)
         self._at[slot] = None
         if self.leases.held(slot):
             why = quarantine or "readers"
@@ -203,6 +236,7 @@ class Room:
 
     def _unindex(self, entry: Entry) -> None:
         del self._index[entry.key]
+        self._list_anew(entry, _readable_at(entry))
         if self._children.remove(entry.parent):
             parent = self._index.get(entry.parent or b"")
             if parent is not None:
@@ -305,3 +339,7 @@ class Room:
     def _set_free(self, slot: int) -> None:
         del self._quarantine[slot]
         self.dram.give(slot)
+
+
+def _readable_at(entry: Entry) -> int:
+    return entry.slot if entry.state in (State.COMMITTED, State.DEMOTING) else IN_FILE

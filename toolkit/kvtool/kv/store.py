@@ -80,6 +80,8 @@ class Store(Room):
         self.counts.duplicates += 1
         entry.holders += 1
         if want.transient_s is None:
+            if entry.transient_s is not None and entry.state is not State.RESERVED:
+                self._list_anew(entry, entry.slot)  # only what is in DRAM is transient
             entry.transient_s = entry.transient_until_s = None
         elif entry.transient_s is not None:
             entry.transient_s = max(entry.transient_s, want.transient_s)
@@ -211,6 +213,18 @@ class Store(Room):
             self.counts.leases_lapsed += 1
             return False
         return True
+
+    def touch(self, uses: Iterable[tuple[int, int]], now_s: float) -> int:
+        """Blocks were read in place or found by their (slot, generation), without a message: each is a use, in this
+        order. How many of them are still there."""
+        count = 0
+        for slot, generation in uses:
+            entry = self._at[slot]
+            if entry is not None and entry.generation == generation and entry.state is State.COMMITTED:
+                self._touch(entry)
+                self._offer(entry)
+                count += 1
+        return count
 
     def drop(self, keys: Iterable[BlockKey], now_s: float) -> int:
         """Forget transient blocks early; one that was put n times goes with the n-th drop."""

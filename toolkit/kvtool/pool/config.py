@@ -8,8 +8,8 @@ from typing import Any
 
 from kvtool.errors import SpecRefused
 from kvtool.kv.layout import KVLayout
+from kvtool.pool.directory import slots_under
 from kvtool.pool.embedded import file_slots_in
-from kvtool.pool.memory import SlotMemory
 from kvtool.units import show_size
 
 RANKS_MAX = 1024
@@ -41,12 +41,13 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= RANKS_MAX:
             raise SpecRefused(f"pool.ranks: wanted 1 to {RANKS_MAX}, found {self.ranks}")
-        if SlotMemory.slots_in(self.dram_size, self.layout.block_size) < 1:
+        file_slots = file_slots_in(self.file_size, self.layout.block_size)
+        if slots_under(self.dram_size, self.layout.block_size, file_slots) < 1:
             raise SpecRefused(
                 f"pool.dram_size: {show_size(self.dram_size)} has no room for one block of "
                 f"{show_size(self.layout.block_size)} ({self.layout}); raise it"
             )
-        if self.file_size and not file_slots_in(self.file_size, self.layout.block_size):
+        if self.file_size and not file_slots:
             raise SpecRefused(
                 f"pool.file_size: {show_size(self.file_size)} has no room for one block of "
                 f"{show_size(self.layout.block_size)}; raise it, or switch files off with 0"

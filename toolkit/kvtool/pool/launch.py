@@ -25,7 +25,6 @@ from typing import Any
 from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
 from kvtool.pool.config import PoolConfig, RankConfig
 from kvtool.pool.link import Link
-from kvtool.pool.memory import SlotMemory
 from kvtool.pool.rundir import (
     CONFIG,
     LAUNCH,
@@ -127,9 +126,7 @@ def _launch(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> sub
     if pool_runs(run_dir):
         raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
     _stop(run_dir, STOP_TIMEOUT_S)
-    slots = SlotMemory.slots_in(config.dram_size, config.layout.block_size)
-    wanted = config.ranks * SlotMemory.size(slots, config.layout.block_size)
-    demand(f"{config.ranks} ranks", wanted, rooms(SHM), "pool.dram_size or pool.ranks")
+    demand(f"{config.ranks} ranks", config.ranks * config.dram_size, rooms(SHM), "pool.dram_size or pool.ranks")
     try:
         _write_rank_config(config, run_dir, prefix)
         return _spawn(mpiexec, config, run_dir, prefix)

@@ -24,6 +24,7 @@ HEADER = struct.Struct("<32sQQQQ")
 _GENERATION = struct.Struct("<Q")
 _GENERATION_AT, _REST_AT = 32, 40
 _REST = struct.Struct("<QQ")
+_NO_KEY = bytes(32)
 
 
 def _pages(size: int) -> int:
@@ -49,8 +50,9 @@ class SlotMemory:
             )
         self.view = view
         words = np.frombuffer(view, dtype="<u8", count=slots * HEADER.size // 8)
-        self.generations: npt.NDArray[np.uint64] = words.reshape(slots, HEADER.size // 8)[:, 4]
-        """Of every slot, live."""
+        self.headers: npt.NDArray[np.uint64] = words.reshape(slots, HEADER.size // 8)
+        """Of every slot, live: key in words 0-3, generation, length, checksum."""
+        self.generations: npt.NDArray[np.uint64] = self.headers[:, 4]
 
     @staticmethod
     def size(slots: int, slot_size: int) -> int:
@@ -71,11 +73,17 @@ class SlotMemory:
         return self.view[at : at + length]
 
     def stamp(self, stamp: Stamp) -> None:
-        """Write a header. A new generation first, alone: from there on nobody takes the old bytes for whole."""
+        """Write a header. A new generation first, alone: from there on nobody takes the old bytes for whole. The key
+        last: who finds it finds the rest."""
         at = stamp.slot * HEADER.size
         _GENERATION.pack_into(self.view, at + _GENERATION_AT, stamp.generation)
-        self.view[at : at + 32] = stamp.key or bytes(32)
         _REST.pack_into(self.view, at + _REST_AT, stamp.length, stamp.checksum)
+        self.view[at : at + 32] = stamp.key or _NO_KEY
+
+    def header_bytes(self, slot: int) -> bytes:
+        """A copy of a header as it stands."""
+        at = slot * HEADER.size
+        return bytes(self.view[at : at + HEADER.size])
 
     def header(self, slot: int) -> tuple[bytes, int, int, int]:
         """(key, generation, length, checksum) as it stands."""

@@ -25,6 +25,7 @@ from kvtool.errors import KvtoolError
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.store import Store
 from kvtool.pool.config import RankConfig
+from kvtool.pool.directory import Directory, segment_size, slots_under
 from kvtool.pool.embedded import file_slots_in
 from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.membership import Membership, MpiWatch
@@ -54,9 +55,9 @@ class Rank:
         self.rank: int = communicator.Get_rank()
         self.layout = KVLayout(**config.layout)
         size = self.layout.block_size
-        slots = SlotMemory.slots_in(config.dram_size, size)
         file_slots = file_slots_in(config.file_size, size)
-        self.segment = Segment.create(f"{config.prefix}-{self.rank}", SlotMemory.size(slots, size))
+        slots = slots_under(config.dram_size, size, file_slots)
+        self.segment = Segment.create(f"{config.prefix}-{self.rank}", segment_size(slots, size, file_slots))
         self._swept_s = 0.0
         self.ucx: UcxOwner | None = None
         self.files: BlockFile | None = None
@@ -73,7 +74,8 @@ class Rank:
                 self.ucx = UcxOwner(f"{config.prefix}-{self.rank}", self.segment.view)
             store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s)
             memory = SlotMemory(self.segment.view, slots, size)
-            self.tiers = Tiers(store, memory, self.files, self._post)
+            directory = Directory(self.segment.view[SlotMemory.size(slots, size) :], slots + file_slots)
+            self.tiers = Tiers(store, memory, self.files, self._post, directory)
             self._serve(communicator)
         except BaseException:
             self.clean_up()
@@ -159,6 +161,8 @@ class Rank:
         self.service.closed(connection)
 
     def _pass(self, now_s: float) -> float:
+        if self.tiers.directory is not None:
+            self.tiers.directory.beat(now_s)
         due_s = self.members.tick(now_s)
         service_due_s = self.service.tick(now_s)
         if service_due_s is not None:

@@ -69,6 +69,8 @@ class Service:
         self._names: dict[int, str] = {}
         self.on_peer: Callable[[Connection, int], None] = lambda connection, rank: None
         self.ucx_wanted_until_s = 0.0
+        self.touched = 0
+        """Blocks of this rank that clients found in its directory, without a message, and read."""
         self._handlers: dict[Op, Callable[[Connection, Message, float], None]] = {
             Op.LOOKUP: self._lookup,
             Op.RELEASE: self._release,
@@ -78,6 +80,7 @@ class Service:
             Op.DROP: self._drop,
             Op.MATCH: self._match,
             Op.CORRUPT: self._corrupt,
+            Op.TOUCH: self._touch,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
@@ -270,6 +273,12 @@ class Service:
             log.warning("corrupt block quarantined key=%s slot=%d reader=%r", key.hex()[:16], slot, connection.name)
         self._moved(now_s)
 
+    def _touch(self, connection: Connection, message: Message, now_s: float) -> None:
+        uses = wire.unpack_touches(message.body)
+        if any(slot >= self.store.dram.count for slot, _ in uses):
+            raise ProtocolError(f"use of a slot that does not exist; this rank has {self.store.dram.count}")
+        self.touched += self.store.touch(uses, now_s)
+
     def _status(self, connection: Connection, message: Message, now_s: float) -> None:
         store = self.store
         status = {
@@ -283,6 +292,8 @@ class Service:
             "waiting_puts": len(self._puts),
             "counts": asdict(store.counts),
             "bytes_moved": dict(self.tiers.bytes_moved),
+            "touched": self.touched,
+            "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
             **self._report(),
         }
         connection.send(Op.STATUS, message.request, wire.pack_map(status))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.errors import BlockCorrupt
 from kvtool.kv.record import Demote, Promote, Reading, Stamp
 from kvtool.kv.store import Store
+from kvtool.pool.directory import Directory
 from kvtool.pool.memory import SlotMemory
 
 if TYPE_CHECKING:
@@ -33,9 +34,15 @@ class Tiers:
     """`post` must be callable from any thread, and must call what it is given once, where the rules live."""
 
     def __init__(
-        self, store: Store, memory: SlotMemory, files: BlockFile | None, post: Callable[[Event], None]
+        self,
+        store: Store,
+        memory: SlotMemory,
+        files: BlockFile | None,
+        post: Callable[[Event], None],
+        directory: Directory | None = None,
     ) -> None:
         self.store, self.memory, self.files, self.post = store, memory, files, post
+        self.directory = directory
         self.bytes_moved = {"demoted": 0, "promoted": 0}
 
     def carry_out(self) -> None:
@@ -47,6 +54,9 @@ class Tiers:
                 self._demote(action)
             else:
                 self._promote(action)
+        for block in self.store.take_whereabouts():
+            if self.directory is not None:
+                self.directory.place(block)
 
     def _demote(self, move: Demote) -> None:
         def done(future: Future[None]) -> None:

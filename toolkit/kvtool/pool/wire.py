@@ -52,6 +52,7 @@ class Op(IntEnum):
     STATUS = 10
     AUDIT = 11
     PING = 12
+    TOUCH = 30
 
 
 class Status(IntEnum):
@@ -328,6 +329,20 @@ def unpack_aborts(body: Body) -> tuple[float, list[tuple[int, int]]]:
     if rest:
         raise ProtocolError(f"abort: wanted records of {_ABORT.size} bytes, found {len(body) - _SETTLED.size}")
     return _seconds(settle_s), list(_ABORT.iter_unpack(_records("abort", _ABORT, count, body, _SETTLED.size)))
+
+
+# Touch: (slot, generation) each, of blocks that were found in the rank's directory
+
+
+def pack_touches(uses: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join(_ABORT.pack(*use) for use in uses)
+
+
+def unpack_touches(body: Body) -> list[tuple[int, int]]:
+    count, rest = divmod(len(body), _ABORT.size)
+    if rest:
+        raise ProtocolError(f"touch: wanted records of {_ABORT.size} bytes, found {len(body)}")
+    return list(_ABORT.iter_unpack(_records("touch", _ABORT, count, body, 0)))
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
