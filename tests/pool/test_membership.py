@@ -16,6 +16,7 @@ from watching import found, until
 
 from kvtool.errors import ProtocolError
 from kvtool.pool import wire
+from kvtool.pool.handshake import Door, Knock, shake
 from kvtool.pool.launch import pool_status
 from kvtool.pool.loop import Loop
 from kvtool.pool.membership import Membership
@@ -95,9 +96,11 @@ def test_a_link_that_broke_is_dialled_again_and_its_rank_stays_alive(tmp_path, p
             for _ in range(3):
                 link, _ = peer.accept()
                 with link:
-                    link.sendall(wire.frame(Op.HELLO, 0, 7, wire.pack_map({"nonce": b"n" * 16})))
+                    door = Door(ranks[1].identity)
+                    link.sendall(wire.frame(Op.HELLO, 0, 7, door.greeting))
                     (hello,) = wire.Splitter().feed(link.recv(4096))
-                    assert wire.unpack_map(hello.body)["peer"] == 0
+                    assert door.read(hello.body)["peer"] == 0
+                    link.sendall(wire.frame(Op.HELLO, 1, 7, door.answer(bytes(32), {})[0]))
                     until(lambda: members.linked == [1], 3, "linked")
                 until(lambda: members.linked == [], 3, "the link is lost")
             assert ranks[1].alive and members.epoch == 7
@@ -137,14 +140,8 @@ def test_ranks_that_refuse_each_others_words_stay_alive_and_link_again(pool, cli
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(5)
             sock.connect(before.ranks[1].unix)
-            splitter = wire.Splitter()
-            (greeting,) = splitter.feed(sock.recv(4096))
-            hello = {
-                "proof": wire.proof(bytes.fromhex(before.key), wire.unpack_nonce(greeting.body)),
-                "fingerprint": LAYOUT.fingerprint, "name": "rank 0", "peer": 0,
-            }  # fmt: skip
-            sock.sendall(wire.frame(Op.HELLO, 1, 0, wire.pack_map(hello)))
-            assert splitter.feed(sock.recv(4096))[0].status is wire.Status.OK
+            hello = {"fingerprint": LAYOUT.fingerprint, "name": "rank 0", "peer": 0}
+            shake(sock, Knock(bytes.fromhex(before.key), hello), time.monotonic() + 5)
             with contextlib.suppress(BrokenPipeError):  # the true rank 0 may have taken its place back by now
                 sock.sendall(nonsense)
     answers = until(lambda: linked(pool) == [[1], [0]] and pool_status(pool.run_dir).ranks, 5, "they link again")

@@ -60,7 +60,7 @@ def test_frames_that_cannot_be_are_refused_before_they_are_read(head, words):
 
 UNPACKERS = [
     wire.unpack_lookup, wire.unpack_wants, wire.unpack_commits, wire.unpack_aborts, wire.unpack_numbers,
-    wire.unpack_corrupt, wire.split_keys, wire.unpack_count, wire.unpack_map, wire.unpack_nonce, wire.unpack_found,
+    wire.unpack_corrupt, wire.split_keys, wire.unpack_count, wire.unpack_map, wire.unpack_found,
     wire.unpack_grants, wire.unpack_committed,
 ]  # fmt: skip
 PACKED = [

@@ -10,19 +10,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.errors import KvtoolError, ProtocolError
-from kvtool.pool import wire
+from kvtool.errors import KvtoolError
+from kvtool.pool.handshake import Knock, Session, shake
 from kvtool.pool.loop import short_path
 from kvtool.pool.state import RankState
-from kvtool.pool.wire import Message, Op
 
 TIMEOUT_S = 5.0
 AT_ONCE_MAX = 8
 
-Ended = Callable[["socket.socket | None", "Exception | None"], None]
-"""What came of a try: a connected socket, which is the callee's from here on, or why there is none."""
+
+@dataclass(frozen=True)
+class Dialled:
+    """A connected socket, the callee's from here on; `session` when both sides have shaken hands on it."""
+
+    sock: socket.socket
+    session: Session | None
+
+
+Ended = Callable[["Dialled | None", "Exception | None"], None]
+"""What came of a try, or why nothing did."""
 
 
 class Dialler:
@@ -33,8 +42,8 @@ class Dialler:
         self._running = 0
 
     def dial(self, peer: RankState, local: bool, introduce: bool, ended: Ended) -> bool:
-        """Begin a try, by its Unix socket if `local`; False when too many run already. `introduce`: send HELLO as soon
-        as it greets; else only find out whether anybody listens there."""
+        """Begin a try, by its Unix socket if `local`; False when too many run already. `introduce`: shake hands as
+        well; else only find out whether anybody listens there."""
         if self._running >= AT_ONCE_MAX:
             return False
         self._running += 1
@@ -44,20 +53,20 @@ class Dialler:
         return True
 
     def _try(self, peer: RankState, local: bool, introduce: bool, ended: Ended) -> None:
-        sock: socket.socket | None = None
+        dialled: Dialled | None = None
         error: Exception | None = None
         try:
-            sock = self._connect(peer, local, introduce)
+            dialled = self._connect(peer, local, introduce)
         except (OSError, KvtoolError) as why:
             error = why
 
         def back() -> None:
             self._running -= 1
-            ended(sock, error)
+            ended(dialled, error)
 
         self._post(back)
 
-    def _connect(self, peer: RankState, local: bool, introduce: bool) -> socket.socket:
+    def _connect(self, peer: RankState, local: bool, introduce: bool) -> Dialled:
         deadline_s = time.monotonic() + TIMEOUT_S
         family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in peer.tcp[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -68,24 +77,10 @@ class Dialler:
                     sock.connect(name)
             else:
                 sock.connect(peer.tcp)
+            session = None
             if introduce:
-                nonce = wire.unpack_nonce(_greeting(sock, deadline_s).body)
-                hello = {**self._hello, "proof": wire.proof(self._key, nonce)}
-                sock.sendall(wire.frame(Op.HELLO, 1, 0, wire.pack_map(hello)))
+                _, session, _ = shake(sock, Knock(self._key, self._hello, peer.identity), deadline_s)
         except BaseException:
             sock.close()
             raise
-        return sock
-
-
-def _greeting(sock: socket.socket, deadline_s: float) -> Message:
-    """What a listening rank says as soon as its loop runs."""
-    splitter = wire.Splitter()
-    while True:
-        sock.settimeout(max(0.01, deadline_s - time.monotonic()))
-        data = sock.recv(4096)
-        if not data:
-            raise ProtocolError("it closed the link before greeting")
-        messages = splitter.feed(data)
-        if messages:
-            return messages[0]
+        return Dialled(sock, session)

@@ -29,6 +29,7 @@ from kvtool.errors import ProtocolError, Refused, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Grant
 from kvtool.pool import wire
+from kvtool.pool.handshake import Knock, Seal, Session, shake
 from kvtool.pool.loop import short_path
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Message, Op, Status
@@ -101,6 +102,7 @@ class Link:
         self._sending = threading.Lock()
         self._dialling = threading.Lock()
         self._splitter = wire.Splitter()
+        self._seal: Seal | None = None  # of what we send; under `_sending`
         self._replies: dict[int, Message] = {}
         self._asked: dict[int, tuple[Op, int]] = {}  # requests on the way; the int says how to undo a lookup
         self._given_up: dict[int, tuple[Op, int]] = {}
@@ -142,7 +144,7 @@ class Link:
         with self._lock:
             self._asked[number] = (op, undo)
         try:
-            self._send(sock, wire.frame(op, number, 0, body), deadline_s)
+            self._send(sock, op, number, body, deadline_s)
         except BaseException:
             with self._lock:
                 self._asked.pop(number, None)
@@ -154,7 +156,7 @@ class Link:
         sock = self._sock
         if sock is not None:
             try:
-                self._send(sock, wire.frame(op, 0, 0, body), self._now_s() + 0.1)
+                self._send(sock, op, 0, body, self._now_s() + 0.1)
             except Unavailable:
                 pass
 
@@ -254,8 +256,7 @@ class Link:
             else:
                 sock.connect(self.state.tcp)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            splitter = wire.Splitter()
-            self._shake_hands(sock, splitter, deadline_s)
+            session = self._shake_hands(sock, deadline_s)
         except TimeoutError:
             sock.close()
             raise RankSlow(f"rank {self.state.rank} does not answer the handshake in time") from None
@@ -266,45 +267,37 @@ class Link:
             sock.close()
             raise
         sock.setblocking(False)
-        with self._lock:
-            self._sock, self._splitter, self._open_since_s = sock, splitter, None
+        splitter, seal = wire.Splitter(), None
+        if not self._local:
+            seal, splitter.seal = Seal(session.up), Seal(session.down)
+        with self._sending, self._lock:
+            self._sock, self._splitter, self._seal, self._open_since_s = sock, splitter, seal, None
             self.heard_s = self._now_s()
         return sock
 
-    def _shake_hands(self, sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> None:
-        nonce = wire.unpack_nonce(self._next(sock, splitter, deadline_s).body)
-        hello = {
-            "proof": wire.proof(self._key, nonce),
+    def _shake_hands(self, sock: socket.socket, deadline_s: float) -> Session:
+        claims = {
             "fingerprint": self._layout.fingerprint,
             "layout": str(self._layout),
             "name": f"{self._name} pid {os.getpid()}",
             "ucx": self.ucx,
         }
-        sock.sendall(wire.frame(Op.HELLO, 1, 0, wire.pack_map(hello)))
-        answer = self._next(sock, splitter, deadline_s)
-        if answer.status is not Status.OK:
-            raise Refused(answer.body.decode(errors="replace"))
-        self._on_epoch(answer.epoch)
-
-    def _next(self, sock: socket.socket, splitter: wire.Splitter, deadline_s: float) -> Message:
-        """The next message during the handshake, where the peer sends one at a time."""
-        while True:
-            sock.settimeout(max(0.01, deadline_s - self._now_s()))
-            data = sock.recv(_READ_SIZE)
-            if not data:
-                raise RankDown("the rank closed the connection during the handshake")
-            messages = splitter.feed(data)
-            if messages:
-                return messages[0]
+        knock = Knock(self._key, claims, self.state.identity)
+        _, session, epoch = shake(sock, knock, deadline_s)
+        self._on_epoch(epoch)
+        return session
 
     # Sending and receiving
 
-    def _send(self, sock: socket.socket, data: bytes, deadline_s: float) -> None:
+    def _send(self, sock: socket.socket, op: Op, number: int, body: bytes, deadline_s: float) -> None:
         """One frame, whole; waits for the threads before us, and for room, until the deadline."""
-        view = memoryview(data)
         if not self._sending.acquire(timeout=max(0.0, deadline_s - self._now_s())):
             raise RankSlow(f"rank {self.state.rank} takes no requests: others wait to be sent before this one")
         try:
+            if sock is not self._sock:
+                raise RankDown(f"rank {self.state.rank} closed the connection")
+            data = wire.frame(op, number, 0, body, seal=self._seal)  # seals count frames in the order of sending
+            view = memoryview(data)
             while view:
                 try:
                     view = view[sock.send(view) :]
@@ -314,6 +307,8 @@ class Link:
                             self._lost(sock)  # half a frame: the stream is of no use any more
                         else:
                             self._open()
+                            if self._seal is not None:
+                                self._seal.unsent()
                         raise RankSlow(f"rank {self.state.rank} takes no requests") from None
                 except OSError:
                     self._lost(sock)

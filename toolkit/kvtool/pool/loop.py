@@ -2,7 +2,8 @@
 
 Everything a rank decides happens here, so nothing is locked; whatever blocks (file I/O, checks of promoted blocks)
 runs in other threads and comes back through `post`. Idle, it wakes a few times a second and costs next to nothing.
-A peer that does not read its answers, or speaks nonsense, loses its connection.
+A peer that does not read its answers, or speaks nonsense, loses its connection. So does one that is not through with
+the handshake in time, counted from when it connected; of those there are only so many, and the oldest makes room.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtool.errors import ProtocolError
-from kvtool.pool.wire import Message, Op, Splitter, Status, frame
+from kvtool.pool.handshake import HELLO_MAX_S, HELLO_SIZE_MAX, Door, Seal, Session
+from kvtool.pool.wire import FRAME_MAX, Message, Op, Splitter, Status, frame
 
 log = logging.getLogger("kvtool.pool")
 
 UNSENT_MAX = 16 * 2**20
+UNADMITTED_MAX = 64
+"""Connections that have not shaken hands yet."""
+_FILES_SPARE = 64
+"""Descriptors that connections leave to everything else."""
 _READ_SIZE = 256 * 1024
 _UNIX_PATH_MAX = 100
 
@@ -35,17 +41,19 @@ class Connection:
         self.admitted = False
         self.peer_rank: int | None = None
         self.ucx = False
-        self.nonce = b""
+        self.door: Door | None = None
+        self.session: Session | None = None
         self.closed = self.draining = False
-        self.heard_s = time.monotonic()
-        self._splitter = Splitter()
+        self.opened_s = self.heard_s = time.monotonic()
+        self._splitter = Splitter(HELLO_SIZE_MAX)
+        self._seal: Seal | None = None
         self._unsent: deque[memoryview] = deque()
         self._unsent_size = 0
 
     def send(self, op: Op, request: int, body: bytes = b"", status: Status = Status.OK) -> None:
         if self.closed or self.draining:
             return
-        data = memoryview(frame(op, request, self.loop.epoch(), body, status))
+        data = memoryview(frame(op, request, self.loop.epoch(), body, status, self._seal))
         if not self._unsent:
             try:
                 data = data[self.sock.send(data) :]
@@ -60,6 +68,13 @@ class Connection:
             self.loop.watch(self, True)
             if self._unsent_size > UNSENT_MAX:
                 self.loop.refuse(self, "it does not read its answers")
+
+    def admit(self, session: Session, client: bool = False) -> None:
+        """Both sides have shown that they know the key; `client`: it was us who called. From the next frame on."""
+        self.admitted, self.session, self._splitter.limit = True, session, FRAME_MAX
+        if self.sock.family != socket.AF_UNIX:
+            ours, theirs = (session.up, session.down) if client else (session.down, session.up)
+            self._seal, self._splitter.seal = Seal(ours), Seal(theirs)
 
     def refuse(self, request: int, op: Op, sentence: str) -> None:
         self.send(op, request, sentence.encode(), Status.REFUSED)
@@ -80,7 +95,7 @@ class Connection:
     def receive(self) -> list[Message] | None:
         """What came in; None when the peer is gone."""
         try:
-            data = self.sock.recv(_READ_SIZE)
+            data = self.sock.recv(_READ_SIZE if self.admitted else HELLO_SIZE_MAX)
         except (BlockingIOError, InterruptedError):
             return []
         if not data:
@@ -88,7 +103,10 @@ class Connection:
         self.heard_s = time.monotonic()
         if self.draining:
             return []
-        return self._splitter.feed(data)
+        messages = self._splitter.feed(data)
+        if messages and not self.admitted and (len(messages) > 1 or self._splitter.unread):
+            raise ProtocolError("the peer went on before it was let in")
+        return messages
 
 
 class Loop:
@@ -114,6 +132,8 @@ class Loop:
         self._posted: deque[Callable[[], None]] = deque()
         self._owners = 0
         self._listeners: list[socket.socket] = []
+        self._strangers: dict[int, Connection] = {}  # not admitted yet, the oldest first
+        self._connections_max = max(16, os.sysconf("SC_OPEN_MAX") - _FILES_SPARE)
 
     def post(self, call: Callable[[], None]) -> None:
         """Have `call` run on the loop; from any thread."""
@@ -183,6 +203,7 @@ class Loop:
         self._selector.unregister(connection.sock)
         connection.sock.close()
         del self.connections[connection.owner]
+        self._strangers.pop(connection.owner, None)
         log.debug("connection closed name=%r owner=%d why=%r", connection.name, connection.owner, why)
         self._on_close(connection)
 
@@ -201,6 +222,7 @@ class Loop:
             while self._posted:
                 self._posted.popleft()()
             now_s = time.monotonic()
+            self._turn_away(now_s)
             sleep_s = max(0.0, self._on_pass(now_s))
             if self._posted:
                 sleep_s = 0.0
@@ -217,7 +239,25 @@ class Loop:
             sock, _ = listener.accept()
         except OSError:
             return
-        self._on_open(self.adopt(sock))
+        if len(self.connections) >= self._connections_max:
+            sock.close()
+            log.warning("connection refused, this rank has %d of them already", len(self.connections))
+            return
+        connection = self.adopt(sock)
+        self._strangers[connection.owner] = connection
+        if len(self._strangers) > UNADMITTED_MAX:
+            self._turn_away(connection.opened_s)
+        if len(self._strangers) > UNADMITTED_MAX:
+            self.close(next(iter(self._strangers.values())), "others wait to introduce themselves")
+        self._on_open(connection)
+
+    def _turn_away(self, now_s: float) -> None:
+        """Hang up on those who connected and did not say who they are, whatever else they said."""
+        for connection in list(self._strangers.values()):
+            if connection.admitted:
+                del self._strangers[connection.owner]
+            elif now_s - connection.opened_s > HELLO_MAX_S:
+                self.close(connection, "it did not introduce itself")
 
     def _serve(self, connection: Connection, events: int) -> None:
         if connection.closed:

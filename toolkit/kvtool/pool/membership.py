@@ -17,14 +17,13 @@ rank by themselves (circuit breaker) and placement stays as it is.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtool.errors import ProtocolError
-from kvtool.pool.dial import Dialler
+from kvtool.pool.dial import Dialled, Dialler
 from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.state import PoolState, runs, write_state
 from kvtool.pool.wire import Message, Op, Status
@@ -125,11 +124,8 @@ class Membership:
         peer = self._peers.get(link.peer_rank) if link.peer_rank is not None else None
         if peer is None or peer.link is not link:
             return False
-        if message.op is Op.HELLO:
-            if message.status is Status.OK:
-                peer.seek_s = SEEK_S
-            else:
-                log.warning("rank %s refused the link why=%r", link.peer_rank, message.body.decode(errors="replace"))
+        if message.op is Op.HELLO and message.status is Status.REFUSED:
+            log.warning("rank %s refused the link why=%r", link.peer_rank, message.body.decode(errors="replace"))
             return True
         return message.op is Op.PING and message.request == 0
 
@@ -182,24 +178,26 @@ class Membership:
             self._died(rank, "its link closed and its process has ended")
         elif not peer.dialling and (rank > self.rank or not local):
 
-            def ended(sock: socket.socket | None, error: Exception | None) -> None:
+            def ended(dialled: Dialled | None, error: Exception | None) -> None:
                 peer.dialling = False
-                self._dialled(rank, sock, error, local)
+                self._dialled(rank, dialled, error, local)
 
             peer.dialling = self._dialler.dial(state, local, rank > self.rank, ended)
 
-    def _dialled(self, rank: int, sock: socket.socket | None, error: Exception | None, local: bool) -> None:
+    def _dialled(self, rank: int, dialled: Dialled | None, error: Exception | None, local: bool) -> None:
         peer = self._peers[rank]
-        if sock is None:
+        if dialled is None:
             if isinstance(error, ConnectionRefusedError) and not local and peer.link is None:
                 self._died(rank, "its link closed and nobody listens where it did")
             else:
                 log.info("no link yet rank=%d why=%r", rank, str(error))
         elif peer.link is not None or rank in self._dead or rank < self.rank:  # a lower one lives, and dials us itself
-            sock.close()
+            dialled.sock.close()
         else:
-            link = self._loop.adopt(sock)
-            link.admitted, link.peer_rank, link.name = True, rank, f"rank {rank}"
+            link = self._loop.adopt(dialled.sock)
+            assert dialled.session is not None
+            link.admit(dialled.session, client=True)
+            link.peer_rank, link.name, peer.seek_s = rank, f"rank {rank}", SEEK_S
             self._set(rank, link)
 
     def _set(self, rank: int, link: Connection) -> None:

@@ -169,7 +169,6 @@ class Rank:
             due_s = min(due_s, service_due_s)
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
-            self.service.turn_away(self.loop.connections.values(), now_s)
             if not Path(self.config.run_dir).is_dir():  # nobody can find or stop this pool any more
                 log.warning("rank stops, its run directory is gone rank=%d", self.rank)
                 self._stop(0, None)

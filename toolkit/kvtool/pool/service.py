@@ -6,17 +6,16 @@ as a move ends, or cut short when its time is up. Nothing else waits.
 
 from __future__ import annotations
 
-import hmac
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.record import Grant, Granted, Holding, Reading, Want
 from kvtool.pool import wire
+from kvtool.pool.handshake import Door
 from kvtool.pool.loop import Connection
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.wire import Cut, Message, Op
@@ -25,7 +24,6 @@ log = logging.getLogger("kvtool.pool")
 
 WAIT_MAX_S = 30.0
 SETTLE_MAX_S = 60.0
-HELLO_MAX_S = 5.0
 NAMES_MAX = 4096
 UCX_SETTLE_S = 2.0
 """After a UCX client left, bytes that it sent before may still be in this rank's sockets for so long."""
@@ -89,9 +87,10 @@ class Service:
     # Connections
 
     def opened(self, connection: Connection) -> None:
-        """Greet: the nonce that the peer must prove the key with."""
-        connection.nonce = secrets.token_bytes(16)
-        connection.send(Op.HELLO, 0, wire.pack_map({"nonce": connection.nonce}))
+        """Greet: who we are, and the nonce that the peer must prove the key with."""
+        me = self._welcome()
+        connection.door = Door(me["identity"], me.get("incarnation", 0))
+        connection.send(Op.HELLO, 0, connection.door.greeting)
 
     def message(self, connection: Connection, message: Message) -> None:
         """
@@ -114,10 +113,13 @@ class Service:
         handler(connection, message, now_s)
 
     def _hello(self, connection: Connection, message: Message) -> None:
-        hello = wire.unpack_map(message.body)
-        given = hello.get("proof", b"")
-        if not isinstance(given, bytes) or not hmac.compare_digest(given, wire.proof(self._key, connection.nonce)):
+        door, me = connection.door, self._welcome()
+        assert door is not None
+        hello = door.read(message.body)
+        if not door.proves(self._key):
             raise ProtocolError("the peer does not know the pool's key; use the state file of the running pool")
+        if hello.get("to", me["identity"]) != me["identity"]:
+            raise ProtocolError(f"the peer means to talk to {str(hello['to'])[:200]}, this is {me['identity']}")
         if hello.get("fingerprint", self._fingerprint) != self._fingerprint:
             connection.refuse(
                 message.request,
@@ -127,16 +129,18 @@ class Service:
                 "start the pool with the layout of the engine",
             )
             return
-        connection.admitted = True
         connection.name = str(hello.get("name", connection.name))[:200]
         connection.ucx = bool(hello.get("ucx"))
         self._names[connection.owner] = connection.name
         if connection.ucx:
             self.want_ucx(time.monotonic() + UCX_SETTLE_S)
+        answer, session = door.answer(self._key, me)
+        connection.send(Op.HELLO, message.request, answer)
+        connection.door = None
+        connection.admit(session)
         peer = hello.get("peer")
         if isinstance(peer, int):
             self.on_peer(connection, peer)
-        connection.send(Op.HELLO, message.request, wire.pack_map(self._welcome()))
 
     def closed(self, connection: Connection) -> None:
         """Nothing of a client outlives it, except what it may still be writing."""
@@ -150,12 +154,6 @@ class Service:
         self._moved(now_s)
         while len(self._names) > NAMES_MAX:  # the audit may still name those who left lately
             del self._names[next(iter(self._names))]
-
-    def turn_away(self, connections: Iterable[Connection], now_s: float) -> None:
-        """Hang up on those who connected and did not say who they are."""
-        for connection in list(connections):
-            if not connection.admitted and now_s - connection.heard_s > HELLO_MAX_S:
-                connection.loop.close(connection, "it did not introduce itself")
 
     def want_ucx(self, until_s: float) -> None:
         """Transfers may be under way until then; one client's end is not the end of another's."""

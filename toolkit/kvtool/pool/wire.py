@@ -7,20 +7,18 @@ ranks is out of date. Request 0 wants no reply. Frames are bounded on both sides
 that are there before anything is believed. Keys are 32 bytes, records fixed in size: a batch of 64 blocks is packed
 and unpacked by a few calls, without a round trip for each block.
 
-The first frame comes from the server: its version and a nonce. The client answers with `HELLO`: who it is, its
-layout's fingerprint, and a proof that it knows the pool's key (HMAC over the nonce; the key itself never travels).
+The first frame comes from the server, and the first of the client is HELLO: `pool.handshake`. From there on, where
+somebody on the way could put in frames of his own (TCP without TLS), each ends in 16 bytes that only the two can make.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 
@@ -81,12 +79,32 @@ Body = bytes | memoryview
 _Kind = TypeVar("_Kind", bound=IntEnum)
 
 
-def frame(op: Op, request: int, epoch: int, body: bytes = b"", status: Status = Status.OK) -> bytes:
+class Sealing(Protocol):
+    """See `handshake.Seal`."""
+
+    size: int
+
+    def mac(self, data: Body) -> bytes: ...
+
+    def check(self, data: Body, mac: Body) -> None: ...
+
+
+def frame(
+    op: Op,
+    request: int,
+    epoch: int,
+    body: bytes = b"",
+    status: Status = Status.OK,
+    seal: Sealing | None = None,
+) -> bytes:
     if len(body) > FRAME_MAX:
         raise ProtocolError(
             f"a {op.name} message of {len(body)} bytes is over the limit of {FRAME_MAX}; send less at once"
         )
-    return HEAD.pack(len(body), op, status, VERSION, request, epoch) + body
+    if seal is None:
+        return HEAD.pack(len(body), op, status, VERSION, request, epoch) + body
+    data = HEAD.pack(len(body) + seal.size, op, status, VERSION, request, epoch) + body
+    return data + seal.mac(data)
 
 
 @dataclass(frozen=True)
@@ -99,13 +117,16 @@ class Message:
 
 
 class Splitter:
-    """Frames out of a byte stream, however it was cut.
+    """Frames out of a byte stream, however it was cut. `limit`: of one body; `seal`: checks each frame.
 
     Raises:
-        ProtocolError: from `feed`; another version, an unknown op or a frame over the limit. Close the connection.
+        ProtocolError: from `feed`; another version, an unknown op, a frame over the limit or one that was tampered
+            with. Close the connection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = FRAME_MAX) -> None:
+        self.limit = limit
+        self.seal: Sealing | None = None
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Message]:
@@ -115,23 +136,34 @@ class Splitter:
             length, op, status, version, request, epoch = HEAD.unpack_from(buffer, at)
             if version != VERSION:
                 raise ProtocolError(f"the peer speaks version {version} of the pool's protocol, this side {VERSION}")
-            if length > FRAME_MAX:
-                raise ProtocolError(f"the peer announced a message of {length} bytes, the limit is {FRAME_MAX}")
+            if length > self.limit + (0 if self.seal is None else self.seal.size):
+                raise ProtocolError(f"the peer announced a message of {length} bytes, the limit is {self.limit}")
             end = at + HEAD.size + length
             if end > len(buffer):
                 break
+            body_end = end if self.seal is None else self._checked(self.seal, buffer, at, end)
             try:
-                messages.append(Message(Op(op), Status(status), request, epoch, buffer[at + HEAD.size : end]))
+                messages.append(Message(Op(op), Status(status), request, epoch, buffer[at + HEAD.size : body_end]))
             except ValueError:
                 raise ProtocolError(f"the peer sent op {op} with status {status}, which do not exist") from None
             at = end
         self._rest = buffer[at:]
         return messages
 
+    @property
+    def unread(self) -> int:
+        """Bytes of a frame that is not whole yet."""
+        return len(self._rest)
 
-def proof(key: bytes, nonce: bytes) -> bytes:
-    """What only somebody who knows the pool's key can answer to `nonce`."""
-    return hmac.new(key, b"kvtool pool 1\0" + nonce, hashlib.sha256).digest()
+    @staticmethod
+    def _checked(seal: Sealing, buffer: bytes, at: int, end: int) -> int:
+        """Where the body of a sealed frame ends."""
+        body_end = end - seal.size
+        if body_end < at + HEAD.size:
+            raise ProtocolError("the peer sent a message without its seal")
+        view = memoryview(buffer)
+        seal.check(view[at:body_end], view[body_end:end])
+        return body_end
 
 
 def pack_map(value: dict[str, Any]) -> bytes:
@@ -149,14 +181,6 @@ def unpack_map(body: Body) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProtocolError(f"wanted a map in msgpack, found {type(value).__name__}")
     return value
-
-
-def unpack_nonce(body: Body) -> bytes:
-    """What the server's greeting wants to see the key proven with."""
-    nonce = unpack_map(body).get("nonce")
-    if not isinstance(nonce, bytes):
-        raise ProtocolError("wanted a greeting with a nonce, found none")
-    return nonce
 
 
 def _records(what: str, record: struct.Struct, count: int, body: Body, at: int) -> memoryview:
