@@ -11,7 +11,19 @@ from random import Random
 
 import pytest
 
-from kvtool.kv.record import IN_FILE, NOWHERE, Commit, Demote, Grant, Promote, Stamp, State, Want
+from kvtool.kv.record import (
+    IN_FILE,
+    NOWHERE,
+    Commit,
+    Committing,
+    Demote,
+    Filed,
+    Grant,
+    Promote,
+    Stamp,
+    State,
+    Want,
+)
 from kvtool.kv.store import Store
 
 KEYS = [bytes([n]) * 32 for n in range(40)]
@@ -19,9 +31,11 @@ TERM_S, RESERVE_S = 1.0, 2.0
 
 
 class Machine:
-    def __init__(self, rng: Random, slots: int, file_slots: int) -> None:
+    def __init__(self, rng: Random, slots: int, file_slots: int, through: bool = False) -> None:
         self.rng, self.now_s = rng, 0.0
-        self.store = Store(slots, 100, file_slots, TERM_S, RESERVE_S)
+        self.store = Store(slots, 100, file_slots, TERM_S, RESERVE_S, through)
+        self.committing: list[Committing] = []
+        self.records: dict[int, Filed] = {}  # what a restart would find
         self.memory: dict[int, tuple[bytes, int]] = {}
         self.files: dict[int, bytes] = {}
         self.headers: dict[int, Stamp] = {}
@@ -46,16 +60,30 @@ class Machine:
                 self.headers[action.slot] = action
             else:
                 self.moves.append(action)
+                if isinstance(action, Demote):
+                    self.check_ancestors_first(action)
         for block in self.store.take_whereabouts():
             assert block.was == self.listed.pop(block.key, NOWHERE)
             if block.slot != NOWHERE:
                 self.listed[block.key] = block.slot
+
+    def check_ancestors_first(self, move: Demote) -> None:
+        store, parent = self.store, self.store._index.get(move.parent)
+        if parent is None or parent.state is not State.COMMITTED or parent.transient_until_s is not None:
+            return
+        tried = store.backoff.failures or store.files.free == 0
+        assert parent.file_slot >= 0 or tried, "a block goes to a file before its parent"
 
     def finish_move(self, ok: bool) -> None:
         move = self.moves.pop(self.rng.randrange(len(self.moves)))
         if isinstance(move, Demote):
             if ok:
                 self.files[move.file_slot] = self.memory[move.slot][0]
+                self.records[move.file_slot] = Filed(
+                    move.file_slot, move.key, move.length, move.checksum, move.record, move.parent
+                )
+            elif self.rng.random() < 0.5:  # half of it was written
+                self.records.pop(move.file_slot, None)
             self.store.demoted(move.move, ok, self.now_s)
         else:
             if ok:
@@ -88,8 +116,10 @@ class Machine:
         if not commit:
             self.store.abort(owner, slot, generation, self.now_s)
             return
-        answer = self.store.commit(owner, slot, generation, hash(key), self.now_s)
-        assert (answer is Commit.STORED) == (self.now_s < deadline_s)
+        committing = self.store.commit_all(owner, [(slot, generation, hash(key))], self.now_s)
+        assert (committing.results[0] is Commit.STORED) == (self.now_s < deadline_s)
+        assert committing.done or self.store.through
+        self.committing.append(committing)
 
     def read(self, owner: int) -> None:
         start, self.number = self.rng.randrange(len(KEYS)), self.number + 1
@@ -125,6 +155,7 @@ class Machine:
         assert self.listed == {**at, **dict.fromkeys(promoting, IN_FILE)}, "the directory is not true"
         for key, state in store.resident().items():
             entry = store._index[key]
+            assert not entry.durable or self.records[entry.file_slot].key == key
             if state in (State.COMMITTED, State.DEMOTING):
                 assert self.memory[entry.slot] == (key, entry.generation)
 
@@ -174,6 +205,17 @@ class Machine:
         self.check()
         self.check_leaf_first()
 
+    def check_restart(self) -> int:
+        """A new process finds every block that is durable or whole in its file, and nothing twice."""
+        after = Store(self.store.dram.count, 100, self.store.files.count, TERM_S, RESERVE_S)
+        after.recover(self.records.values(), 0.0)
+        found = after.resident()
+        assert after.lost_slots() == 0 and set(found.values()) <= {State.FILED}
+        for key, entry in self.store._index.items():
+            if entry.durable or entry.state is State.FILED:
+                assert found[key] is State.FILED and after._index[key].record >= entry.record
+        return sum(entry.durable for entry in self.store._index.values())
+
     def leave(self, owner: int) -> None:
         self.writers = [writer for writer in self.writers if writer[0] != owner]
         self.leased = {read: held for read, held in self.leased.items() if read[0] != owner}
@@ -184,9 +226,10 @@ class Machine:
 @pytest.mark.parametrize("seed", range(60))
 def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(seed):
     rng = Random(seed)
-    machine = Machine(rng, slots=rng.choice([1, 3, 8, 20]), file_slots=rng.choice([0, 2, 12, 60]))
+    machine = Machine(rng, rng.choice([1, 3, 8, 20]), rng.choice([0, 2, 12, 60]), through=rng.random() < 0.5)
     for _ in range(400):
         machine.step()
+        machine.check_restart()
     for owner in range(3):
         machine.leave(owner)
     while machine.moves:
@@ -196,6 +239,7 @@ def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(seed):
     machine.act()
     while machine.moves:
         machine.finish_move(ok=True)
+    assert all(committing.done for committing in machine.committing), "a commit was never answered"
     assert machine.store.audit(machine.now_s) == [], "something is held though nobody is there"
     entries = machine.store._index.values()
     assert machine.store.dram.used == sum(entry.slot >= 0 for entry in entries)
@@ -210,3 +254,12 @@ def test_the_random_machine_reaches_hits_in_both_tiers():
     assert machine.evictions > 0
     counts = machine.store.counts
     assert min(counts.demoted, counts.evicted + counts.promote_failed, counts.timed_out, counts.leases_lapsed) > 0
+
+
+def test_the_random_machine_reaches_durable_blocks():
+    machine = Machine(Random(5), slots=8, file_slots=60, through=True)
+    durable = 0
+    for _ in range(1000):
+        machine.step()
+        durable = max(durable, machine.check_restart())
+    assert durable >= 10 and Commit.DURABLE in {c.results[0] for c in machine.committing}

@@ -194,8 +194,8 @@ class AtOnce:
     def __getattr__(self, name):
         return getattr(self._files, name)
 
-    def write(self, slot, data, key, *, sum):
-        future = self._files.write(slot, data, key, sum=sum)
+    def write(self, slot, data, key, **about):
+        future = self._files.write(slot, data, key, **about)
         future.exception(20)
         self._log.append("begun")
         return future

@@ -47,6 +47,15 @@ class Entry:
     transient_s: float | None = None
     holders: int = 1
     retention: Retention = DEFAULT
+    wanted_until_s: float | None = None
+    """When its retention ends; None: never."""
+    record: int = 0
+    """Number of its record in the file tier; grows from write to write, restarts included."""
+    stays: bool = False
+    """It is being written to a file and will not leave DRAM for that."""
+    durable: bool = False
+    """Its writer was told that it is on the disk."""
+    filed_for: list[tuple[Committing, int]] = field(default_factory=list)
     doomed: bool = False
     """Forgotten while a move was in flight: its slots come back when the move ends."""
     awaited_by: list[Reading] = field(default_factory=list)
@@ -88,6 +97,20 @@ class Commit(IntEnum):
     STORED = 0
     LAPSED = 1
     """The reservation had timed out; the bytes were never visible."""
+    DURABLE = 2
+    """Stored, and on the disk: a restart finds it."""
+
+
+@dataclass(eq=False)
+class Committing:
+    """Commits in progress: `waiting` of them are on their way to the disk, and `results` says STORED until they are."""
+
+    results: list[Commit] = field(default_factory=list)
+    waiting: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.waiting == 0
 
 
 @dataclass(slots=True)
@@ -144,7 +167,10 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Demote:
-    """Copy `length` bytes of `slot` to `file_slot`, then call `demoted(move, ...)`."""
+    """Copy `length` bytes of `slot` to `file_slot`, to the disk itself if `durable`, then call `demoted(move, ...)`.
+
+    What follows `checksum` goes into the file's record; `wanted_s`: for how long the block is wanted from now on.
+    """
 
     move: int
     key: BlockKey
@@ -152,6 +178,11 @@ class Demote:
     file_slot: int
     length: int
     checksum: int
+    record: int = 0
+    parent: BlockKey | None = None
+    retention: Retention = DEFAULT
+    wanted_s: float | None = None
+    durable: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,9 +195,24 @@ class Promote:
     slot: int
     length: int
     checksum: int
+    record: int = 0
 
 
 Action = Stamp | Demote | Promote
+
+
+@dataclass(frozen=True)
+class Filed:
+    """A block that was found in the file tier at the start: what its record says."""
+
+    file_slot: int
+    key: BlockKey
+    length: int
+    checksum: int
+    record: int
+    parent: BlockKey | None = None
+    retention: Retention = DEFAULT
+    wanted_s: float | None = None
 
 
 IN_FILE, NOWHERE = -1, -2
@@ -225,10 +271,14 @@ class StoreCounts:
     evicted: int = 0
     """Forgotten for room: they were in no tier any more."""
     demoted: int = 0
+    filed: int = 0
+    """Written to a file while they stayed in DRAM: to be durable, before their children, or at the end."""
     demote_failed: int = 0
     promoted: int = 0
     promote_failed: int = 0
     corrupt: int = 0
+    recovered: int = 0
+    """Found in the file at the start."""
     expired: int = 0
     """Transient blocks whose time was up."""
     dropped: int = 0

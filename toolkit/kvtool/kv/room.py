@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.evict import Children, LeafLRU
+from kvtool.kv.health import Backoff
 from kvtool.kv.lease import LeaseTable
 from kvtool.kv.record import (
     IN_FILE,
     NOWHERE,
     Action,
+    Commit,
     Demote,
     Entry,
     Promote,
@@ -36,6 +38,8 @@ from kvtool.kv.slots import SlotAllocator
 
 MOVES_MAX = 64
 """Demotions in flight at most: what is being written to files is DRAM that cannot be given out yet."""
+STUCK_S = 3.0
+"""A disk that has not ended a request for so long is left alone until it has."""
 
 
 class Room:
@@ -49,7 +53,8 @@ class Room:
         self.files = SlotAllocator(file_slots)
         self.leases = LeaseTable(lease_term_s)
         self.counts = StoreCounts()
-        self.demoting = 0
+        self.demoting = self.filing = 0
+        self.backoff = Backoff()
         self.ahead = min(64, slots // 16) if file_slots else 0
         """Slots to keep free or on the way to be: puts should not wait for a file write."""
         self._index: dict[BlockKey, Entry] = {}
@@ -59,7 +64,7 @@ class Room:
         self._file_order = LeafLRU(self._file_touched)
         self._quarantine: dict[int, Quarantined] = {}
         self._moves: dict[int, Entry] = {}
-        self._move = 0
+        self._move = self._record = 0
         self._uses = 0
         self._actions: list[Action] = []
         self._moved_from: dict[BlockKey, int] = {}  # blocks to list anew -> where they are listed
@@ -105,9 +110,13 @@ class Room:
         entry = self._index.get(key)
         if entry is None or entry.file_slot < 0:
             return None
-        if entry.state is State.COMMITTED:  # a second copy
+        if entry.state is State.COMMITTED and not entry.durable:  # a second copy
             return entry.touched
-        return entry.touched if entry.state is State.FILED and not self._children.any(key) else None
+        if entry.state is State.COMMITTED and self.leases.held(entry.slot):
+            return None
+        if entry.state not in (State.FILED, State.COMMITTED):
+            return None
+        return None if self._children.any(key) else entry.touched
 
     def _touch(self, entry: Entry) -> None:
         self._uses += 1
@@ -142,12 +151,22 @@ class Room:
     def _free_up(self, wanted: int, now_s: float) -> None:
         """Evict until `wanted` slots are free or on the way to be, or nothing more can go."""
         wanted = min(wanted, self.dram.count)
-        while self.dram.free + self.demoting < wanted and self._evict_one(now_s):
-            pass
+        coming = 0 if self._stuck(now_s) else self.demoting
+        while self.dram.free + coming < wanted and self._evict_one(now_s):
+            coming = 0 if self._stuck(now_s) else self.demoting
+
+    def _stuck(self, now_s: float) -> bool:
+        """Whether the disk has not answered for too long: until it does, it is as if there were no files."""
+        oldest = next(iter(self._moves.values()), None)
+        return oldest is not None and now_s - oldest.since_s > STUCK_S
+
+    def _room_is_coming(self, now_s: float) -> bool:
+        """Whether a move that is under way may free a slot soon."""
+        return self.demoting + self.filing > 0 and not self._stuck(now_s)
 
     def _evict_one(self, now_s: float) -> bool:
         """Let the next victim go; False when there is none, or too many are going already."""
-        if self.demoting >= MOVES_MAX:
+        if self.demoting >= MOVES_MAX and not self._stuck(now_s):
             return False
         key = self._dram_order.next()
         if key is None:
@@ -156,12 +175,50 @@ class Room:
         if entry.file_slot >= 0:
             self._to_file_copy(entry)
             return True
-        file_slot = self._take_file_slot() if entry.transient_until_s is None and self.files.count else None
-        if file_slot is None:
+        if not self._may_file(entry, now_s):
             return self._forget_leaf(entry, now_s)
-        entry.state, entry.file_slot, entry.since_s = State.DEMOTING, file_slot, now_s
-        self.demoting += 1
-        self._actions.append(Demote(self._begin_move(entry), key, entry.slot, file_slot, entry.length, entry.checksum))
+        if not self._file_ancestors(entry, now_s):
+            self._dram_order.offer(key)
+            return False
+        if not self._file(entry, now_s):
+            return self._forget_leaf(entry, now_s)
+        return True
+
+    def _may_file(self, entry: Entry, now_s: float) -> bool:
+        usable = self.files.count > 0 and self.backoff.over(now_s) and not self._stuck(now_s)
+        return usable and entry.transient_until_s is None
+
+    def _file_ancestors(self, entry: Entry, now_s: float) -> bool:
+        """Begin to write the blocks before `entry` that are here and in no file, first block first: a block whose head
+        is lost in a crash is lost too (sglang #26886). False when not all could be begun now."""
+        chain: list[Entry] = []
+        up = self._index.get(entry.parent or b"")
+        while up is not None and up.state is State.COMMITTED and up.file_slot < 0 and len(chain) < self.dram.count:
+            chain.append(up)
+            up = self._index.get(up.parent or b"")
+        for ancestor in reversed(chain):
+            if self.filing + self.demoting >= MOVES_MAX:
+                return False
+            if ancestor.state is State.COMMITTED and self._may_file(ancestor, now_s):
+                self._file(ancestor, now_s, stays=True)
+        return True
+
+    def _file(self, entry: Entry, now_s: float, stays: bool = False, durable: bool = False) -> bool:
+        """Begin to write a block in DRAM to a file; `stays`: and keep it in DRAM. False when no file slot is free."""
+        file_slot = self._take_file_slot(now_s)
+        if file_slot is None:
+            return False
+        entry.state, entry.file_slot, entry.since_s, entry.stays = State.DEMOTING, file_slot, now_s, stays
+        self._record += 1
+        entry.record = self._record
+        if stays:
+            self.filing += 1
+        else:
+            self.demoting += 1
+        wanted_s = None if entry.wanted_until_s is None else max(0.0, entry.wanted_until_s - now_s)
+        move, slot, parent = self._begin_move(entry), entry.slot, entry.parent
+        written = (move, entry.key, slot, file_slot, entry.length, entry.checksum, entry.record, parent)
+        self._actions.append(Demote(*written, entry.retention, wanted_s, durable))
         return True
 
     def _forget_leaf(self, victim: Entry, now_s: float) -> bool:
@@ -185,20 +242,24 @@ class Room:
         entry.state = State.FILED
         self._offer(entry)
 
-    def _take_file_slot(self) -> int | None:
+    def _take_file_slot(self, now_s: float) -> int | None:
         slot = self.files.take("block")
         while slot is None:
             key = self._file_order.next()
             if key is None:
                 return None
             entry = self._index[key]
-            if entry.state is State.FILED:
+            if entry.state is State.FILED or entry.durable:
                 self.counts.evicted += 1
-                self._unindex(entry)
-            self.files.give(entry.file_slot)
-            entry.file_slot = -1
+                self._forget(entry, "evicted", now_s)
+            else:
+                self._give_file_slot(entry)
             slot = self.files.take("block")
         return slot
+
+    def _give_file_slot(self, entry: Entry) -> None:
+        self.files.give(entry.file_slot)
+        entry.file_slot = -1
 
     def _keep_ahead(self, now_s: float) -> None:
         self._free_up(self.ahead, now_s)
@@ -209,7 +270,8 @@ class Room:
         reserved = sum(entry.state is State.RESERVED for entry in self._index.values())
         return (
             f"all {self.dram.count} slots are in use and none can be freed now: {self.leases.held_slots} under leases, "
-            f"{reserved} reserved, {len(self._quarantine)} quarantined, {self.demoting} on their way to files"
+            f"{reserved} reserved, {len(self._quarantine)} quarantined, "
+            f"{self.demoting + self.filing} on their way to files{self.backoff.clause}"
         )
 
     # Entering, moving, leaving
@@ -251,37 +313,49 @@ class Room:
         if entry.slot >= 0:
             self._leave_dram(entry, why, now_s)
         if entry.file_slot >= 0:
-            self.files.give(entry.file_slot)
-            entry.file_slot = -1
+            self._give_file_slot(entry)
 
     def _begin_move(self, entry: Entry) -> int:
         self._move += 1
         self._moves[self._move] = entry
         return self._move
 
-    def demoted(self, move: int, ok: bool, now_s: float) -> None:
+    def demoted(self, move: int, ok: bool, now_s: float, why: str = "") -> None:
         """A `Demote` ended. If it failed the block stays in DRAM, as one that was just used."""
         entry = self._moves.pop(move)
-        self.demoting -= 1
+        stays, entry.stays = entry.stays, False
+        if stays:
+            self.filing -= 1
+        else:
+            self.demoting -= 1
         entry.state = State.COMMITTED
         if ok:
-            self.counts.demoted += 1
+            self.backoff.worked()
+            self.counts.demoted += not stays
+            self.counts.filed += stays
         else:
+            self.backoff.failed(now_s, why)
             self.counts.demote_failed += 1
-            self.files.give(entry.file_slot)
-            entry.file_slot = -1
+            self._give_file_slot(entry)
             self._touch(entry)
+        self._tell_committed(entry, ok and not entry.doomed)
         if entry.doomed:
             if entry.file_slot >= 0:
-                self.files.give(entry.file_slot)
-                entry.file_slot = -1
+                self._give_file_slot(entry)
             self._leave_dram(entry, "doomed", now_s)
-        elif ok and not self.leases.held(entry.slot):
-            self._leave_dram(entry)
-            entry.state = State.FILED
-            self._offer(entry)
+        elif ok and not stays and not self.leases.held(entry.slot):
+            self._to_file_copy(entry)
         else:
             self._offer(entry)
+
+    def _tell_committed(self, entry: Entry, ok: bool) -> None:
+        """Those who wait to hear that the block is on the disk."""
+        waiting, entry.filed_for = entry.filed_for, []
+        for committing, at in waiting:
+            committing.waiting -= 1
+            if ok:
+                committing.results[at] = Commit.DURABLE
+                entry.durable = True
 
     def _promote(self, entry: Entry, now_s: float) -> bool:
         """Start to bring a filed block to DRAM; False when there is no slot for it now."""
@@ -292,7 +366,9 @@ class Room:
         entry.since_s = now_s
         self._at[slot] = entry
         move = self._begin_move(entry)
-        self._actions.append(Promote(move, entry.key, entry.file_slot, slot, entry.length, entry.checksum))
+        self._actions.append(
+            Promote(move, entry.key, entry.file_slot, slot, entry.length, entry.checksum, entry.record)
+        )
         return True
 
     def promoted(self, move: int, ok: bool, now_s: float, corrupt: bool = False) -> list[Reading]:
@@ -322,8 +398,7 @@ class Room:
 
     def _forget_moved(self, entry: Entry, why: str, now_s: float) -> None:
         self._leave_dram(entry, why, now_s)
-        self.files.give(entry.file_slot)
-        entry.file_slot = -1
+        self._give_file_slot(entry)
 
     def _unheld(self, slots: list[int]) -> None:
         """No lease is on `slots` any more."""

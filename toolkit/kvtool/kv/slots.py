@@ -38,6 +38,13 @@ class SlotAllocator:
         self._generation[slot] += 1
         return slot
 
+    def claim(self, slots: set[int], use: str) -> None:
+        """Take these free slots: what was in them before a restart is still there."""
+        for slot in slots:
+            assert self._use[slot] is None, f"slot {slot} is in use ({self._use[slot]})"
+            self._use[slot] = use
+        self._free = [slot for slot in self._free if slot not in slots]
+
     def give(self, slot: int) -> None:
         assert self._use[slot] is not None, f"slot {slot} is free already"
         self._use[slot] = None

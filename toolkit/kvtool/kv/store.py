@@ -21,17 +21,25 @@ from collections.abc import Iterable, Sequence
 from kvtool.errors import LeaseLapsed
 from kvtool.kv.block import BlockKey
 from kvtool.kv.lease import ReadId
-from kvtool.kv.record import Commit, Entry, Grant, Granted, Hit, Holding, Quarantined, Reading, State, Want
-from kvtool.kv.room import Room
+from kvtool.kv.record import Commit, Committing, Entry, Grant, Granted, Hit, Holding, Quarantined, Reading, State, Want
+from kvtool.kv.recover import Filing
 
 
-class Store(Room):
+class Store(Filing):
     """All rules of one rank. `owner` everywhere is the client connection that asks."""
 
     def __init__(
-        self, slots: int, slot_size: int, file_slots: int = 0, lease_term_s: float = 10.0, reserve_term_s: float = 10.0
+        self,
+        slots: int,
+        slot_size: int,
+        file_slots: int = 0,
+        lease_term_s: float = 10.0,
+        reserve_term_s: float = 10.0,
+        through: bool = False,
     ) -> None:
+        """`through`: every block is written to its file as soon as it is committed, and durable then."""
         super().__init__(slots, slot_size, file_slots, lease_term_s)
+        self.through = through and file_slots > 0
         if reserve_term_s <= 0:
             raise ValueError(f"reservation term must be positive, got {reserve_term_s} s")
         self.reserve_term_s = reserve_term_s
@@ -59,7 +67,7 @@ class Store(Room):
         slot = self._take_slot("reserved")
         if slot is not None:
             return self._reserve(owner, want, slot, now_s)
-        if self.demoting or any(reserved.owner == owner for reserved in self._reserved.values()):
+        if self._room_is_coming(now_s) or any(reserved.owner == owner for reserved in self._reserved.values()):
             return Granted(Grant.WAIT)  # a batch larger than the pool waits for its own first blocks
         self.counts.refused += 1
         return Granted(Grant.FULL)
@@ -112,9 +120,23 @@ class Store(Room):
         self._enter_dram(entry)
         if entry.transient_s is not None:
             self._keep_until(entry, now_s + entry.transient_s)
+        if entry.retention.duration_s is not None:
+            entry.wanted_until_s = now_s + entry.retention.duration_s
         self.counts.stored += 1
-        self._offer(entry)
+        if not (self.through and self._write_through(entry, now_s)):
+            self._offer(entry)
         return Commit.STORED
+
+    def commit_all(self, owner: int, commits: Sequence[tuple[int, int, int]], now_s: float) -> Committing:
+        """Commit (slot, generation, checksum) each; until `done`, some of them are on their way to the disk."""
+        committing = Committing()
+        for at, (slot, generation, checksum) in enumerate(commits):
+            committing.results.append(self.commit(owner, slot, generation, checksum, now_s))
+            entry = self._at[slot]
+            if committing.results[at] is Commit.STORED and entry is not None and entry.state is State.DEMOTING:
+                entry.filed_for.append((committing, at))
+                committing.waiting += 1
+        return committing
 
     def abort(self, owner: int, slot: int, generation: int, now_s: float, settle_s: float = 0.0) -> None:
         """The writer gives up a reservation and will not write any more, after `settle_s` at the latest."""
@@ -171,8 +193,10 @@ class Store(Room):
             if self._index.get(entry.key) is not entry:
                 break  # it went from its file, for one of the others
             filed = entry.state in (State.FILED, State.PROMOTING)
+            if entry.state is State.FILED and self._stuck(now_s):
+                break  # a miss at once, and not at the end of the reader's patience
             if entry.state is State.FILED and not self._promote(entry, now_s):
-                reading.stalled = self.demoting > 0
+                reading.stalled = self._room_is_coming(now_s)
                 reading.full = not reading.stalled
                 break
             self.leases.cover(reading.lease, entry.slot)

@@ -10,15 +10,18 @@ Not thread-safe: every method runs where the rules live.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import BlockCorrupt
-from kvtool.kv.record import Demote, Promote, Reading, Stamp
+from kvtool.kv.record import Demote, Filed, Promote, Reading, Stamp
+from kvtool.kv.retention import DEFAULT, Pin, Retention
 from kvtool.kv.store import Store
 from kvtool.pool.directory import Directory
 from kvtool.pool.memory import SlotMemory
+from kvtool.transfer.filehead import Kept
 
 if TYPE_CHECKING:
     from kvtool.transfer.filehead import SlotHeader
@@ -43,6 +46,8 @@ class Tiers:
     ) -> None:
         self.store, self.memory, self.files, self.post = store, memory, files, post
         self.directory = directory
+        self.wall_s: Callable[[], float] = time.time
+        """The wall clock, for what is written into files."""
         self.bytes_moved = {"demoted": 0, "promoted": 0}
 
     def carry_out(self) -> None:
@@ -60,18 +65,32 @@ class Tiers:
 
     def _demote(self, move: Demote) -> None:
         def done(future: Future[None]) -> None:
-            ok = _error(future) is None
+            error = _error(future)
 
             def event(now_s: float) -> list[Reading]:
-                self.bytes_moved["demoted"] += move.length if ok else 0
-                self.store.demoted(move.move, ok, now_s)
+                self.bytes_moved["demoted"] += 0 if error else move.length
+                self.store.demoted(move.move, error is None, now_s, str(error or ""))
                 return []
 
             self.post(event)
 
         assert self.files is not None
         data = self.memory.slot(move.slot, move.length)
-        self.files.write(move.file_slot, data, move.key, sum=move.checksum).add_done_callback(done)
+        self.files.write(
+            move.file_slot,
+            data,
+            move.key,
+            sum=move.checksum,
+            generation=move.record,
+            parent=move.parent,
+            kept=self._kept(move),
+            durable=move.durable,
+        ).add_done_callback(done)
+
+    def _kept(self, move: Demote) -> Kept:
+        """Times that outlive this process are on the wall clock."""
+        wanted, until_s = move.retention, None if move.wanted_s is None else self.wall_s() + move.wanted_s
+        return Kept(wanted.priority, until_s, wanted.pin, wanted.copies)
 
     def _promote(self, move: Promote) -> None:
         def done(future: Future[SlotHeader]) -> None:
@@ -87,7 +106,27 @@ class Tiers:
 
         assert self.files is not None
         out = self.memory.slot(move.slot, move.length)
-        self.files.read(move.file_slot, out, move.key).add_done_callback(done)
+        self.files.read(move.file_slot, out, move.key, generation=move.record).add_done_callback(done)
+
+    def recover(self, now_s: float) -> int:
+        """Register what the file holds from before; how many blocks. Before the first client."""
+        if self.files is None:
+            return 0
+        wall_s = self.wall_s()
+        return self.store.recover((_filed(slot, header, wall_s) for slot, header in self.files.headers()), now_s)
+
+
+def _filed(slot: int, header: SlotHeader, wall_s: float) -> Filed:
+    kept, left_s = header.kept, None if header.kept.until_s is None else header.kept.until_s - wall_s
+    try:
+        if left_s is None or left_s > 0:
+            retention = Retention(kept.priority, left_s, Pin(kept.pin), kept.copies)
+        else:
+            left_s, retention = None, Retention(copies=kept.copies)
+    except ValueError:  # written by a kvtool that knows more than this one
+        left_s, retention = None, DEFAULT
+    key, size, sum_, record, parent = header[:5]
+    return Filed(slot, key, size, sum_, record, parent, retention, left_s)
 
 
 def _error(future: Future[Any]) -> BaseException | None:
