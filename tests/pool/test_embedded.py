@@ -200,8 +200,8 @@ class AtOnce:
         self._log.append("begun")
         return future
 
-    def read(self, slot, out, key):
-        future = self._files.read(slot, out, key)
+    def read(self, slot, out, key, **about):
+        future = self._files.read(slot, out, key, **about)
         future.exception(20)
         return future
 
