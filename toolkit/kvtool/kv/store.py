@@ -22,10 +22,10 @@ from kvtool.errors import LeaseLapsed
 from kvtool.kv.block import BlockKey
 from kvtool.kv.lease import ReadId
 from kvtool.kv.record import Commit, Committing, Entry, Grant, Granted, Hit, Holding, Quarantined, Reading, State, Want
-from kvtool.kv.recover import Filing
+from kvtool.kv.source import Sources
 
 
-class Store(Filing):
+class Store(Sources):
     """All rules of one rank. `owner` everywhere is the client connection that asks."""
 
     def __init__(
@@ -53,6 +53,25 @@ class Store(Filing):
         """One answer for each of `wants`."""
         self._free_up(sum(want.key not in self._index for want in wants), now_s)
         answers = [self._reserve_one(owner, want, now_s) for want in wants]
+        self._keep_ahead(now_s)
+        return answers
+
+    def reserve_copies(self, owner: int, wants: Sequence[Want], now_s: float, evict: bool) -> list[Granted]:
+        """As `reserve`, for another rank's copies. Without `evict` they take free room only; they wait for another
+        writer of the same block, since whoever copies it may be about to leave."""
+        answers = []
+        for want in wants:
+            entry = self._index.get(want.key)
+            if entry is not None and entry.state is State.RESERVED:
+                answers.append(Granted(Grant.WAIT))
+            elif entry is not None and entry.transient_s is None:
+                answers.append(Granted(Grant.DUPLICATE))
+            elif entry is None and not evict and self.dram.free <= self.ahead and not self.files.free:
+                self.counts.refused += 1
+                answers.append(Granted(Grant.FULL))
+            else:
+                self._free_up(1, now_s)
+                answers.append(self._reserve_one(owner, want, now_s))
         self._keep_ahead(now_s)
         return answers
 

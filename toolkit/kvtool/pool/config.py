@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtool.errors import SpecRefused
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.retention import COPIES_MAX
 from kvtool.pool.directory import slots_under
 from kvtool.pool.embedded import file_slots_in
 from kvtool.units import show_size
@@ -31,6 +32,10 @@ class PoolConfig:
     """None: the run directory."""
     lease_term_s: float = 10.0
     reserve_term_s: float = 10.0
+    copies: int = 1
+    """How many ranks hold a block whose put does not say."""
+    copy_rate: float = 2.0**30
+    """Bytes a second that a rank may spend on copies to others."""
     ucx: bool | None = None
     """Whether those who cannot map the segment may read by UCX; None: if NIXL is installed."""
     host: str = "127.0.0.1"
@@ -52,6 +57,10 @@ class PoolConfig:
                 f"pool.file_size: {show_size(self.file_size)} has no room for one block of "
                 f"{show_size(self.layout.block_size)}; raise it, or switch files off with 0"
             )
+        if not 1 <= self.copies <= COPIES_MAX:
+            raise SpecRefused(f"pool.copies: wanted 1 to {COPIES_MAX}, found {self.copies}")
+        if self.copy_rate <= 0:
+            raise SpecRefused(f"pool.copy_rate: wanted more than 0 bytes/s, found {self.copy_rate}")
         for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s"):
             if getattr(self, setting) <= 0:
                 raise SpecRefused(f"pool.{setting}: wanted more than 0 s, found {getattr(self, setting)}")
@@ -77,6 +86,8 @@ class RankConfig:
     reserve_term_s: float
     ucx: bool
     host: str
+    copies: int = 1
+    copy_rate: float = 2.0**30
     log_level: str = field(default="INFO")
 
     def as_dict(self) -> dict[str, Any]:

@@ -248,6 +248,8 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         reserve_term_s=config.reserve_term_s,
         ucx=ucx,
         host=config.host,
+        copies=config.copies,
+        copy_rate=config.copy_rate,
         log_level=config.log_level,
     )
     write_private(run_dir / CONFIG, json.dumps(ranks.as_dict(), indent=1))

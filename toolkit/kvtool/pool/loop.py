@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtool.errors import ProtocolError
+from kvtool.kv.copying import Why
 from kvtool.pool.handshake import HELLO_MAX_S, HELLO_SIZE_MAX, Door, Seal, Session
 from kvtool.pool.wire import FRAME_MAX, Message, Op, Splitter, Status, frame
 
@@ -41,6 +42,8 @@ class Connection:
         self.admitted = False
         self.peer_rank: int | None = None
         self.ucx = False
+        self.copies_for: tuple[int, Why] | None = None
+        """What it puts are copies of this rank's, for this reason."""
         self.door: Door | None = None
         self.session: Session | None = None
         self.closed = self.draining = False

@@ -22,14 +22,18 @@ from typing import TYPE_CHECKING, Any
 import mpi4py
 
 from kvtool.errors import KvtoolError
+from kvtool.kv.copying import CopyLimits
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.replicate import Replicator
 from kvtool.kv.store import Store
 from kvtool.pool.config import RankConfig
+from kvtool.pool.copier import Copier
 from kvtool.pool.directory import Directory, segment_size, slots_under
 from kvtool.pool.embedded import file_slots_in
 from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.membership import Membership, MpiWatch
 from kvtool.pool.memory import SlotMemory
+from kvtool.pool.mover import Mover
 from kvtool.pool.service import Service
 from kvtool.pool.state import PoolState, RankState, started_at
 from kvtool.pool.tiers import Event, Tiers
@@ -59,6 +63,7 @@ class Rank:
         slots = slots_under(config.dram_size, size, file_slots)
         self.segment = Segment.create(f"{config.prefix}-{self.rank}", segment_size(slots, size, file_slots))
         self._swept_s = 0.0
+        self.copier: Copier | None = None
         self.ucx: UcxOwner | None = None
         self.files: BlockFile | None = None
         self._file_path = Path(config.file_dir) / f"{config.prefix}-{self.rank}.blocks"
@@ -101,6 +106,20 @@ class Rank:
         self.members = Membership(self.rank, state, Path(self.config.state_file), MpiWatch(communicator))
         self.service = Service(self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report)
         self.service.on_peer = self.members.admit
+        self._copy(state)
+
+    def _copy(self, state: PoolState) -> None:
+        """Replication to the other ranks, and away from this one."""
+        limits = CopyLimits(rate=self.config.copy_rate)
+        rules = Replicator(self.rank, self.tiers.store, limits, self.config.copies)
+        mover = Mover(self.rank, self.layout, self.tiers.memory, self.files)
+        self.copier = Copier(rules, self.tiers, mover, self._post, self._sender)
+        self.service.copier = self.copier
+        self._copied_epoch = -1
+
+    def _sender(self, owner: int) -> int | None:
+        connection = self.loop.connections.get(owner)
+        return connection.copies_for[0] if connection is not None and connection.copies_for is not None else None
 
     def _state(self, host: str, port: int) -> RankState:
         store, metadata = self.tiers.store, self.ucx.metadata() if self.ucx is not None else b""
@@ -135,6 +154,8 @@ class Rank:
 
     def clean_up(self) -> None:
         """Remove everything that this rank made. Again is a no-op."""
+        if self.copier is not None:
+            self.copier.close()
         if self.files is not None:
             self.files.close()
         self._file_path.unlink(missing_ok=True)
@@ -164,9 +185,13 @@ class Rank:
         if self.tiers.directory is not None:
             self.tiers.directory.beat(now_s)
         due_s = self.members.tick(now_s)
-        service_due_s = self.service.tick(now_s)
-        if service_due_s is not None:
-            due_s = min(due_s, service_due_s)
+        copier = self.copier
+        assert copier is not None
+        if self.members.epoch != self._copied_epoch:
+            self._copied_epoch = self.members.epoch
+            copier.view(self.members.state, now_s)
+        for part_due_s in (self.service.tick(now_s), copier.tick(now_s, self.service.busy)):
+            due_s = due_s if part_due_s is None else min(due_s, part_due_s)
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
             if not Path(self.config.run_dir).is_dir():  # nobody can find or stop this pool any more

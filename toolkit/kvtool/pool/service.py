@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.errors import ProtocolError
+from kvtool.kv.copying import Why
 from kvtool.kv.record import Grant, Granted, Holding, Reading, Want
 from kvtool.pool import wire
+from kvtool.pool.copier import OWNER, Copier
 from kvtool.pool.handshake import Door
 from kvtool.pool.loop import Connection
 from kvtool.pool.tiers import Event, Tiers
@@ -64,9 +66,10 @@ class Service:
         self._welcome, self._report = welcome, report
         self._reads: list[_WaitingRead] = []
         self._puts: list[_WaitingPut] = []
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {OWNER: "this rank"}
         self.on_peer: Callable[[Connection, int], None] = lambda connection, rank: None
         self.ucx_wanted_until_s = 0.0
+        self.copier: Copier | None = None
         self.touched = 0
         """Blocks of this rank that clients found in its directory, without a message, and read."""
         self._handlers: dict[Op, Callable[[Connection, Message, float], None]] = {
@@ -79,6 +82,7 @@ class Service:
             Op.MATCH: self._match,
             Op.CORRUPT: self._corrupt,
             Op.TOUCH: self._touch,
+            Op.COPYING: self._copying,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
@@ -196,7 +200,7 @@ class Service:
         for put in list(self._puts):
             if put.connection.closed or put not in self._puts:
                 continue
-            answers = self.store.reserve(put.connection.owner, put.wants, now_s)
+            answers = self._reserved(put.connection, put.wants, now_s)
             self.tiers.carry_out()
             if now_s >= put.until_s or any(answer.grant is not Grant.WAIT for answer in answers):
                 self._puts = [waiting for waiting in self._puts if waiting is not put]
@@ -229,13 +233,19 @@ class Service:
 
     def _reserve(self, connection: Connection, message: Message, now_s: float) -> None:
         wait_s, wants = wire.unpack_wants(message.body)
-        answers = self.store.reserve(connection.owner, wants, now_s)
+        answers = self._reserved(connection, wants, now_s)
         self.tiers.carry_out()
         if wait_s > 0 and answers and all(answer.grant is Grant.WAIT for answer in answers):
             until_s = now_s + min(wait_s, WAIT_MAX_S)
             self._puts.append(_WaitingPut(connection, message.request, now_s, until_s, wants))
         else:
             self._answer_put(connection, message.request, answers)
+
+    def _reserved(self, connection: Connection, wants: list[Want], now_s: float) -> list[Granted]:
+        if connection.copies_for is None:
+            return self.store.reserve(connection.owner, wants, now_s)
+        evict = connection.copies_for[1] is Why.PUT
+        return self.store.reserve_copies(connection.owner, wants, now_s, evict)
 
     def _answer_put(self, connection: Connection, request: int, answers: list[Granted]) -> None:
         why = self.store.why_full() if any(answer.grant is Grant.FULL for answer in answers) else ""
@@ -277,6 +287,16 @@ class Service:
             raise ProtocolError(f"use of a slot that does not exist; this rank has {self.store.dram.count}")
         self.touched += self.store.touch(uses, now_s)
 
+    def _copying(self, connection: Connection, message: Message, now_s: float) -> None:
+        connection.copies_for = wire.unpack_copying(message.body)
+
+    @property
+    def busy(self) -> bool:
+        """Clients wait here for room or files. Copies of other ranks do not count: two that wait for each other would
+        never go on."""
+        puts = any(waiting.connection.copies_for is None for waiting in self._puts)
+        return bool(self._reads) or puts
+
     def _status(self, connection: Connection, message: Message, now_s: float) -> None:
         store = self.store
         status = {
@@ -292,16 +312,18 @@ class Service:
             "bytes_moved": dict(self.tiers.bytes_moved),
             "touched": self.touched,
             "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
+            **({} if self.copier is None else {"copying": self.copier.status()}),
             **self._report(),
         }
         connection.send(Op.STATUS, message.request, wire.pack_map(status))
 
     def _audit(self, connection: Connection, message: Message, now_s: float) -> None:
-        lines = [{**asdict(line), "name": self._names.get(line.owner, "")} for line in self.store.audit(now_s)]
+        held = self.store.audit(now_s) + ([] if self.copier is None else self.copier.audit(now_s))
+        lines = [{**asdict(line), "name": self._names.get(line.owner, "")} for line in held]
         for kind, waiting in (("waiting read", list[_Waiting](self._reads)), ("waiting put", list(self._puts))):
             if waiting:
                 first = min(waiting, key=lambda item: item.since_s)
                 owner = first.connection.owner
-                held = Holding(kind, len(waiting), owner, now_s - first.since_s, first.until_s - now_s)
-                lines.append({**asdict(held), "name": first.connection.name})
+                first_held = Holding(kind, len(waiting), owner, now_s - first.since_s, first.until_s - now_s)
+                lines.append({**asdict(first_held), "name": first.connection.name})
         connection.send(Op.AUDIT, message.request, wire.pack_map({"lines": lines}))

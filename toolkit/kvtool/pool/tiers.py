@@ -16,7 +16,8 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import BlockCorrupt
-from kvtool.kv.record import Demote, Filed, Promote, Reading, Stamp
+from kvtool.kv.block import BlockKey
+from kvtool.kv.record import NOWHERE, Demote, Filed, Promote, Reading, Stamp
 from kvtool.kv.retention import DEFAULT, Pin, Retention
 from kvtool.kv.store import Store
 from kvtool.pool.directory import Directory
@@ -49,6 +50,8 @@ class Tiers:
         self.wall_s: Callable[[], float] = time.time
         """The wall clock, for what is written into files."""
         self.bytes_moved = {"demoted": 0, "promoted": 0}
+        self.arrivals: list[BlockKey] | None = None
+        """Blocks that came to stay since somebody emptied this; None: nobody asks."""
 
     def carry_out(self) -> None:
         """Do what the rules want done by now. Call after every call into `store`, before anyone is answered."""
@@ -62,6 +65,8 @@ class Tiers:
         for block in self.store.take_whereabouts():
             if self.directory is not None:
                 self.directory.place(block)
+            if self.arrivals is not None and block.was == NOWHERE and block.slot != NOWHERE and not block.transient:
+                self.arrivals.append(block.key)
 
     def _demote(self, move: Demote) -> None:
         def done(future: Future[None]) -> None:

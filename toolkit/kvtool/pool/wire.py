@@ -24,6 +24,7 @@ import msgpack
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.block import KEY_SIZE, BlockKey
+from kvtool.kv.copying import Why
 from kvtool.kv.record import Commit, Grant, Granted, Hit, Want
 from kvtool.kv.retention import DEFAULT, Pin, Retention
 
@@ -51,6 +52,8 @@ class Op(IntEnum):
     AUDIT = 11
     PING = 12
     TOUCH = 30
+    COPYING = 40
+    """What this connection puts from here on are copies that another rank makes, and why."""
 
 
 class Status(IntEnum):
@@ -71,6 +74,7 @@ _ABORT = struct.Struct("<IQ")
 _NUMBER = struct.Struct("<Q")
 _SETTLED = struct.Struct("<d")
 _CORRUPT = struct.Struct("<32sIQ")
+_COPYING = struct.Struct("<IB")
 _NO_KEY = bytes(KEY_SIZE)
 _DURABLE = -1.0
 _KEPT_DEFAULT = (_DURABLE, DEFAULT.priority, DEFAULT.pin, DEFAULT.copies)
@@ -271,6 +275,18 @@ def unpack_found(body: Body) -> Found:
     return Found(
         _seconds(term_s), _one_of(Cut, cut), list(_HIT.iter_unpack(_records("found", _HIT, count, body, _FOUND.size)))
     )
+
+
+# Copying: (rank, why)
+
+
+def pack_copying(rank: int, why: Why) -> bytes:
+    return _COPYING.pack(rank, why)
+
+
+def unpack_copying(body: Body) -> tuple[int, Why]:
+    rank, why = _head("copying", _COPYING, body)
+    return rank, _one_of(Why, why)
 
 
 # Reserve: (milliseconds it may wait, wants) -> (answers, the reason when something was full)

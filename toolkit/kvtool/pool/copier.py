@@ -1,0 +1,118 @@
+"""The copier: what a rank's rules of replication want, done by its mover.
+
+Tells the rules which blocks came and who is there, hands copies to the mover with a lease on what they read, and hands
+back what came of them. All of it on the rank's loop; only the mover is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvtool.kv.block import BlockKey
+from kvtool.kv.copying import Copy, Outcome
+from kvtool.kv.placement import Member, Placement
+from kvtool.kv.record import Holding
+from kvtool.kv.replicate import Replicator
+from kvtool.kv.source import Source
+from kvtool.pool.mover import Mover
+from kvtool.pool.state import PoolState, RankState
+from kvtool.pool.tiers import Event, Tiers
+
+OWNER = 0
+"""Of the leases under which blocks are copied; clients count from 1."""
+
+
+class Copier:
+    """`post` has an event of the tiers happen on the loop; `sender` says whose copies a client puts, if it does."""
+
+    def __init__(
+        self,
+        rules: Replicator,
+        tiers: Tiers,
+        mover: Mover,
+        post: Callable[[Event], None],
+        sender: Callable[[int], int | None],
+    ) -> None:
+        self.rules, self.mover = rules, mover
+        self._tiers, self._store, self._post, self._sender = tiers, tiers.store, post, sender
+        self._state: PoolState | None = None
+        self._ranks: dict[int, RankState] = {}
+        tiers.arrivals = []
+
+    def view(self, state: PoolState, now_s: float) -> None:
+        """The pool as it is now."""
+        self._state = state
+        self._ranks = {rank.rank: rank for rank in state.ranks if rank.alive}
+        members = [Member(rank.rank, rank.identity, rank.weight) for rank in self._ranks.values()]
+        # which process it is says as much as its incarnation
+        live = {rank.rank: (rank.started << 32) ^ rank.pid for rank in self._ranks.values()}
+        self.rules.view(Placement(state.epoch, members), live, now_s)
+
+    def tick(self, now_s: float, busy: bool) -> float | None:
+        """Take in what came, and begin what may go now; when to come again."""
+        arrivals = self._tiers.arrivals
+        if arrivals:
+            self._tiers.arrivals = []
+            self._entered(arrivals, now_s)
+        for copy in self.rules.pump(now_s, busy):
+            self._begin(copy, now_s)
+        return self.rules.next_due_s(now_s, busy)
+
+    def close(self) -> None:
+        self.mover.close()
+
+    def status(self) -> dict[str, Any]:
+        """What is owed to other ranks; all 0 when every block is where it belongs, as often as it is wanted."""
+        rules = self.rules
+        return {
+            "owed": rules.outbox.pending,
+            "flying": rules.outbox.flying,
+            "flying_bytes": rules.outbox.bytes_flying,
+            "homeless": rules.homeless,
+            "left": rules.left,
+            "leaving": rules.leaving,
+            "empty": rules.leaving and rules.left == 0,
+            "counts": asdict(rules.counts),
+        }
+
+    def audit(self, now_s: float) -> list[Holding]:
+        """Copies in flight, each bounded by the mover's budget."""
+        flights = self.rules.outbox.flights()
+        if not flights:
+            return []
+        oldest_s = min(since_s for _, since_s in flights)
+        return [Holding("copy", sum(len(copy.blocks) for copy, _ in flights), OWNER, now_s - oldest_s)]
+
+    # How
+
+    def _entered(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        by_sender: dict[int | None, list[BlockKey]] = {}
+        for key in keys:
+            by_sender.setdefault(self._sender(self._store.writer(key)), []).append(key)
+        for sender, theirs in by_sender.items():
+            self.rules.entered(self._store.wanted(theirs), now_s, sender)
+
+    def _begin(self, copy: Copy, now_s: float) -> None:
+        read = (OWNER, copy.number)
+        sources: Sequence[Source | None] = self._store.lend(read, [block.key for block in copy.blocks], now_s)
+        to = self._ranks.get(copy.to)
+        if to is None or self._state is None or not any(sources):
+            self._ended(copy, [Outcome.GONE] * len(sources), now_s)
+            return
+
+        def done(outcomes: list[Outcome]) -> None:
+            def event(now_s: float) -> list[Any]:
+                self._ended(copy, outcomes, now_s)
+                return []
+
+            self._post(event)
+
+        self.mover.submit(copy, sources, self._state, to, done)
+
+    def _ended(self, copy: Copy, outcomes: Sequence[Outcome], now_s: float) -> None:
+        read = (OWNER, copy.number)
+        if self._store.leases.has(read):  # it lapses by the clock if the mover was too slow
+            self._store.release(read, now_s)
+        self.rules.ended(copy, outcomes, now_s)
