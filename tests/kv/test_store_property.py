@@ -2,7 +2,8 @@
 
 The model keeps what was written: `memory[slot]` and `files[slot]` hold the (key, generation) last written there. It
 checks on every step that a hit shows the bytes of its key, that nobody writes where a live lease or another writer is,
-that caps hold and that no slot is lost; and at the end that everything comes back once everybody is gone.
+that caps hold, that no slot is lost and that what is pinned hard stays; and at the end that everything comes back once
+everybody is gone, and that every block can be evicted: none is forgotten by the order of eviction.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from random import Random
 
 import pytest
 
+from kvtool.kv.policy import POLICIES
 from kvtool.kv.record import (
     IN_FILE,
     NOWHERE,
@@ -24,16 +26,25 @@ from kvtool.kv.record import (
     State,
     Want,
 )
+from kvtool.kv.retention import DEFAULT, Pin, Retention
 from kvtool.kv.store import Store
 
 KEYS = [bytes([n]) * 32 for n in range(40)]
 TERM_S, RESERVE_S = 1.0, 2.0
+RETENTIONS = [
+    *[DEFAULT] * 5,
+    Retention(80),
+    Retention(10, 3.0),
+    Retention(60, 2.0, Pin.SOFT),
+    Retention(35, 1.0, Pin.HARD),
+    Retention(50, 5.0, Pin.HARD),
+]
 
 
 class Machine:
-    def __init__(self, rng: Random, slots: int, file_slots: int, through: bool = False) -> None:
+    def __init__(self, rng: Random, slots: int, file_slots: int, through: bool = False, evict: str = "lru") -> None:
         self.rng, self.now_s = rng, 0.0
-        self.store = Store(slots, 100, file_slots, TERM_S, RESERVE_S, through)
+        self.store = Store(slots, 100, file_slots, TERM_S, RESERVE_S, through, evict)
         self.committing: list[Committing] = []
         self.records: dict[int, Filed] = {}  # what a restart would find
         self.memory: dict[int, tuple[bytes, int]] = {}
@@ -46,6 +57,8 @@ class Machine:
         self.number = 0
         self.hits = self.promoted_hits = self.evictions = 0
         self.before: tuple[set[bytes], int, int] = (set(), 0, 0)
+        self.hard_before: set[bytes] = set()
+        self.pinned = 0
         self.listed: dict[bytes, int] = {}
 
     def act(self) -> None:
@@ -99,7 +112,13 @@ class Machine:
         start = self.rng.randrange(len(KEYS) - 4)
         transient = self.rng.choice([None, None, None, 1.5])
         wants = [
-            Want(key, self.rng.choice([50, 100]), KEYS[start + at - 1] if start + at else None, transient)
+            Want(
+                key,
+                self.rng.choice([50, 100]),
+                KEYS[start + at - 1] if start + at else None,
+                transient,
+                self.rng.choice(RETENTIONS),
+            )
             for at, key in enumerate(KEYS[start : start + self.rng.randrange(1, 4)], 0)
         ]
         for want, answer in zip(wants, self.store.reserve(owner, wants, self.now_s), strict=True):
@@ -168,8 +187,23 @@ class Machine:
             gone = before - resident
             parents = {self.store._index[key].parent for key in resident & before}
             assert not gone & parents, "a block went before its child"
+            assert not gone & self.hard_before, "a block went that was pinned hard"
             self.evictions += len(gone)
         self.before = resident, others, counts.evicted
+        store = self.store
+        self.hard_before = {key for key in resident if store._keeping.hard(store._index[key])}
+        self.pinned += len(self.hard_before)
+        assert len(self.hard_before) <= store.dram.count // 4, "more are pinned hard than may be"
+
+    def check_orders(self) -> None:
+        """Each order knows the blocks that are in its tier, and remembers a bounded number of others."""
+        store = self.store
+        entries = [entry for entry in store._index.values() if entry.state is not State.RESERVED]
+        in_dram = [entry for entry in entries if entry.state in (State.COMMITTED, State.DEMOTING)]
+        in_file = [entry for entry in entries if entry.file_slot >= 0 and entry.state is not State.DEMOTING]
+        for order, there in ((store._dram_order, in_dram), (store._file_order, in_file)):
+            assert all(entry in order for entry in there) and len(order) == len(there)
+            assert order.ghosts <= 2 * (len(order) + 8 * len(order._levels)), "too much memory of what left"
 
     def step(self) -> None:
         rng = self.rng
@@ -204,6 +238,7 @@ class Machine:
         self.answer_reads()
         self.check()
         self.check_leaf_first()
+        self.check_orders()
 
     def check_restart(self) -> int:
         """A new process finds every block that is durable or whole in its file, and nothing twice."""
@@ -222,11 +257,31 @@ class Machine:
         self.readings = [(until, reading) for until, reading in self.readings if reading.lease.read[0] != owner]
         self.store.owner_gone(owner, self.now_s)
 
+    def evict_everything(self) -> None:
+        """Nobody is there: puts of other blocks make every block go."""
+        old, number = set(self.store.resident()), 0
+        while old & set(self.store.resident()):
+            number += 1
+            assert number < 1000, "a block is never offered as a victim"
+            want = Want(number.to_bytes(32, "big"), 100, retention=Retention(100))
+            (answer,) = self.store.reserve(9, [want], self.now_s)
+            assert answer.grant is not Grant.FULL, "nobody holds anything"
+            self.act()
+            if answer.grant is Grant.GRANTED:
+                self.memory[answer.slot] = (want.key, answer.generation)
+                self.store.commit(9, answer.slot, answer.generation, 0, self.now_s)
+            self.act()
+            while self.moves:
+                self.finish_move(ok=True)
 
-@pytest.mark.parametrize("seed", range(60))
-def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(seed):
+
+CASES = [(evict, seed) for evict in POLICIES for seed in range(60 if evict == "lru" else 15)]
+
+
+@pytest.mark.parametrize(("evict", "seed"), CASES)
+def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(evict, seed):
     rng = Random(seed)
-    machine = Machine(rng, rng.choice([1, 3, 8, 20]), rng.choice([0, 2, 12, 60]), through=rng.random() < 0.5)
+    machine = Machine(rng, rng.choice([1, 3, 8, 20]), rng.choice([0, 2, 12, 60]), rng.random() < 0.5, evict)
     for _ in range(400):
         machine.step()
         machine.check_restart()
@@ -244,6 +299,7 @@ def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(seed):
     entries = machine.store._index.values()
     assert machine.store.dram.used == sum(entry.slot >= 0 for entry in entries)
     assert machine.store.leases.next_due_s() is None
+    machine.evict_everything()
 
 
 def test_the_random_machine_reaches_hits_in_both_tiers():
@@ -251,7 +307,7 @@ def test_the_random_machine_reaches_hits_in_both_tiers():
     for _ in range(3000):
         machine.step()
     assert machine.hits > 200 and machine.promoted_hits > 20
-    assert machine.evictions > 0
+    assert machine.evictions > 0 and machine.pinned > 0
     counts = machine.store.counts
     assert min(counts.demoted, counts.evicted + counts.promote_failed, counts.timed_out, counts.leases_lapsed) > 0
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.lease import Lease
-from kvtool.kv.retention import DEFAULT, Retention
+from kvtool.kv.retention import DEFAULT, PRIORITY_DEFAULT, Kept, Retention
 
 
 class State(IntEnum):
@@ -29,7 +29,11 @@ class State(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One block of this rank. Times on the rank's clock; `touched` counts uses, for LRU."""
+    """One block of this rank. Times on the rank's clock.
+
+    `touched`: the store's count of uses when it was used last. `uses`: by how many requests. `born`, `turn`: which turn
+    of its conversation made it, and which one used it last. `level` follows from what is `kept`: lower ones go first.
+    """
 
     key: BlockKey
     parent: BlockKey | None
@@ -43,6 +47,10 @@ class Entry:
     checksum: int = 0
     deadline_s: float = 0.0
     touched: int = 0
+    uses: int = 0
+    used_at_s: float = 0.0
+    born: int = 1
+    turn: int = 1
     transient_until_s: float | None = None
     transient_s: float | None = None
     holders: int = 1
@@ -56,6 +64,8 @@ class Entry:
     durable: bool = False
     """Its writer was told that it is on the disk."""
     filed_for: list[tuple[Committing, int]] = field(default_factory=list)
+    kept: Kept | None = None
+    level: int = PRIORITY_DEFAULT
     doomed: bool = False
     """Forgotten while a move was in flight: its slots come back when the move ends."""
     awaited_by: list[Reading] = field(default_factory=list)

@@ -43,7 +43,10 @@ class Filing(Room):
             self._index[entry.key] = entry
             self._list_anew(entry, NOWHERE)
             self._children.add(entry.parent)
-            self._touch(entry)
+            self._uses += 1
+            entry.touched, entry.uses, entry.used_at_s = self._uses, 1, now_s
+            self._keeping.begin(entry)
+            self._file_order.enter(entry)
         for entry in self._index.values():
             self._offer(entry)
         self.counts.recovered += len(kept)

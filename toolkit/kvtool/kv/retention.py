@@ -13,6 +13,7 @@ from enum import IntEnum
 PRIORITY_DEFAULT = 35
 PRIORITY_MAX = 100
 COPIES_MAX = 8
+NEVER = float("inf")
 
 
 class Pin(IntEnum):
@@ -48,3 +49,18 @@ class Retention:
 
 
 DEFAULT = Retention()
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is wanted of one block; each part ends at its own time, and 0 is no pin."""
+
+    priority: int = PRIORITY_DEFAULT
+    priority_until_s: float = NEVER
+    soft_until_s: float = 0.0
+    hard_until_s: float = 0.0
+
+    @property
+    def level(self) -> int:
+        pinned = self.soft_until_s > 0 or self.hard_until_s > 0
+        return self.priority + (PRIORITY_MAX + 1) * pinned

@@ -18,7 +18,9 @@ from __future__ import annotations
 from kvtool.kv.block import BlockKey
 from kvtool.kv.evict import Children, LeafLRU
 from kvtool.kv.health import Backoff
+from kvtool.kv.keep import HARD_SHARE, Keeping
 from kvtool.kv.lease import LeaseTable
+from kvtool.kv.order import Order
 from kvtool.kv.record import (
     IN_FILE,
     NOWHERE,
@@ -40,12 +42,14 @@ MOVES_MAX = 64
 """Demotions in flight at most: what is being written to files is DRAM that cannot be given out yet."""
 STUCK_S = 3.0
 """A disk that has not ended a request for so long is left alone until it has."""
+SAME_REQUEST_S = 10.0
+"""Uses of a block within so long of one that counted are taken for the same request's."""
 
 
 class Room:
     """The slots and blocks of one rank, both tiers."""
 
-    def __init__(self, slots: int, slot_size: int, file_slots: int, lease_term_s: float) -> None:
+    def __init__(self, slots: int, slot_size: int, file_slots: int, lease_term_s: float, evict: str) -> None:
         if slots < 1:
             raise ValueError(f"a pool rank needs room for at least one block of {slot_size} bytes")
         self.slot_size = slot_size
@@ -60,8 +64,10 @@ class Room:
         self._index: dict[BlockKey, Entry] = {}
         self._at: list[Entry | None] = [None] * slots  # DRAM slot -> entry
         self._children = Children()
-        self._dram_order, self._leaf_order = LeafLRU(self._dram_touched), LeafLRU(self._leaf_touched)
-        self._file_order = LeafLRU(self._file_touched)
+        self._dram_order = Order(evict, self._may_leave_dram)
+        self._file_order = Order(evict, self._may_leave_file)
+        self._leaf_order = LeafLRU(self._leaf_rank)
+        self._keeping = Keeping(slots // HARD_SHARE)
         self._quarantine: dict[int, Quarantined] = {}
         self._moves: dict[int, Entry] = {}
         self._move = self._record = 0
@@ -93,48 +99,56 @@ class Room:
 
     # Which blocks may leave
 
-    def _dram_touched(self, key: BlockKey) -> int | None:
-        """For a block that may leave DRAM: for a file if there is one, else for good."""
-        entry = self._index.get(key)
-        if entry is None or entry.state is not State.COMMITTED or self.leases.held(entry.slot):
-            return None
+    def _may_leave_dram(self, key: BlockKey) -> bool:
+        """Whether a block may leave DRAM: for a file if there is one, else for good."""
+        entry = self._index[key]
+        if entry.state is not State.COMMITTED or self.leases.held(entry.slot) or self._keeping.hard(entry):
+            return False
         if self.files.count and entry.transient_until_s is None:
-            return entry.touched
-        return None if self._children.any(key) else entry.touched
+            return True
+        return not self._children.any(key)
 
-    def _leaf_touched(self, key: BlockKey) -> int | None:
-        """For a block in DRAM that may be forgotten."""
-        return None if self._children.any(key) else self._dram_touched(key)
-
-    def _file_touched(self, key: BlockKey) -> int | None:
+    def _leaf_rank(self, key: BlockKey) -> int | None:
+        """For a block in DRAM that may be forgotten: by level, then by last use."""
         entry = self._index.get(key)
-        if entry is None or entry.file_slot < 0:
+        if entry is None or self._children.any(key) or not self._may_leave_dram(key):
             return None
-        if entry.state is State.COMMITTED and not entry.durable:  # a second copy
-            return entry.touched
-        if entry.state is State.COMMITTED and self.leases.held(entry.slot):
-            return None
-        if entry.state not in (State.FILED, State.COMMITTED):
-            return None
-        return None if self._children.any(key) else entry.touched
+        return entry.level << 48 | entry.touched
 
-    def _touch(self, entry: Entry) -> None:
+    def _may_leave_file(self, key: BlockKey) -> bool:
+        entry = self._index[key]
+        if entry.state is State.COMMITTED and not entry.durable:  # a second copy
+            return True
+        if entry.state is State.COMMITTED and self.leases.held(entry.slot):
+            return False
+        if entry.state not in (State.FILED, State.COMMITTED) or self._keeping.hard(entry):
+            return False
+        return not self._children.any(key)
+
+    def _touch(self, entry: Entry, now_s: float) -> None:
+        """A use. Uses within moments are one request's, whose prefill and decode both read it: they count once."""
         self._uses += 1
         entry.touched = self._uses
+        same_request = now_s - entry.used_at_s < SAME_REQUEST_S
+        if not same_request:
+            entry.uses += 1
+            entry.used_at_s = now_s
+        self._dram_order.use(entry, same_request)
+        if entry.file_slot >= 0:
+            self._file_order.use(entry, same_request)
 
     def _offer(self, entry: Entry) -> None:
+        """`entry` may leave now, perhaps, or stands on another level."""
         if entry.slot >= 0:
-            self._dram_order.offer(entry.key)
+            self._dram_order.offer(entry)
             if self.files.count:
                 self._leaf_order.offer(entry.key)
         if entry.file_slot >= 0:
-            self._file_order.offer(entry.key)
+            self._file_order.offer(entry)
 
     def _compact(self) -> None:
         """Reads offer blocks again and again, also while nothing is ever evicted."""
-        self._dram_order.rebuild(self._index, self.dram.count)
         self._leaf_order.rebuild(self._index, self.dram.count)
-        self._file_order.rebuild(self._index, self.files.count)
 
     # Making room
 
@@ -178,7 +192,6 @@ class Room:
         if not self._may_file(entry, now_s):
             return self._forget_leaf(entry, now_s)
         if not self._file_ancestors(entry, now_s):
-            self._dram_order.offer(key)
             return False
         if not self._file(entry, now_s):
             return self._forget_leaf(entry, now_s)
@@ -224,7 +237,6 @@ class Room:
     def _forget_leaf(self, victim: Entry, now_s: float) -> bool:
         """No file takes `victim`: forget it, or the oldest leaf in its stead when it has children."""
         if self._children.any(victim.key):
-            self._dram_order.offer(victim.key)
             key = self._leaf_order.next()
             if key is None:
                 return False
@@ -253,11 +265,12 @@ class Room:
                 self.counts.evicted += 1
                 self._forget(entry, "evicted", now_s)
             else:
-                self._give_file_slot(entry)
+                self._give_file_slot(entry, evicted=True)
             slot = self.files.take("block")
         return slot
 
-    def _give_file_slot(self, entry: Entry) -> None:
+    def _give_file_slot(self, entry: Entry, evicted: bool = False) -> None:
+        self._file_order.leave(entry, evicted)
         self.files.give(entry.file_slot)
         entry.file_slot = -1
 
@@ -267,10 +280,11 @@ class Room:
 
     def why_full(self) -> str:
         """Who holds the slots that could not be freed, for a refusal."""
+        pinned = self._keeping.hard_count
         reserved = sum(entry.state is State.RESERVED for entry in self._index.values())
         return (
             f"all {self.dram.count} slots are in use and none can be freed now: {self.leases.held_slots} under leases, "
-            f"{reserved} reserved, {len(self._quarantine)} quarantined, "
+            f"{reserved} reserved, {len(self._quarantine)} quarantined, {pinned} pinned, "
             f"{self.demoting + self.filing} on their way to files{self.backoff.clause}"
         )
 
@@ -279,12 +293,15 @@ class Room:
     def _enter_dram(self, entry: Entry) -> None:
         self._list_anew(entry, IN_FILE if entry.state is State.PROMOTING else NOWHERE)
         entry.state = State.COMMITTED
+        if not entry.doomed:
+            self._dram_order.enter(entry)
         self._actions.append(Stamp(entry.slot, entry.generation, entry.key, entry.length, entry.checksum))
 
     def _leave_dram(self, entry: Entry, quarantine: str = "", now_s: float = 0.0) -> None:
         """Give back the slot of a committed entry, or quarantine it while readers or doubts remain."""
         slot, entry.slot = entry.slot, -1
         self._list_anew(entry, slot)
+        self._dram_order.leave(entry, evicted=quarantine in ("", "evicted"))
         self._at[slot] = None
         if self.leases.held(slot):
             why = quarantine or "readers"
@@ -299,6 +316,7 @@ class Room:
     def _unindex(self, entry: Entry) -> None:
         del self._index[entry.key]
         self._list_anew(entry, _readable_at(entry))
+        self._keeping.gone(entry)
         if self._children.remove(entry.parent):
             parent = self._index.get(entry.parent or b"")
             if parent is not None:
@@ -309,11 +327,13 @@ class Room:
         self._unindex(entry)
         if entry.state in (State.DEMOTING, State.PROMOTING):
             entry.doomed = True
+            self._dram_order.leave(entry)
+            self._file_order.leave(entry)
             return
         if entry.slot >= 0:
             self._leave_dram(entry, why, now_s)
         if entry.file_slot >= 0:
-            self._give_file_slot(entry)
+            self._give_file_slot(entry, why == "evicted")
 
     def _begin_move(self, entry: Entry) -> int:
         self._move += 1
@@ -333,11 +353,13 @@ class Room:
             self.backoff.worked()
             self.counts.demoted += not stays
             self.counts.filed += stays
+            if not entry.doomed:
+                self._file_order.enter(entry)
         else:
             self.backoff.failed(now_s, why)
             self.counts.demote_failed += 1
             self._give_file_slot(entry)
-            self._touch(entry)
+            self._touch(entry, now_s)
         self._tell_committed(entry, ok and not entry.doomed)
         if entry.doomed:
             if entry.file_slot >= 0:
@@ -381,7 +403,7 @@ class Room:
             if entry.doomed:
                 self._forget_moved(entry, "doomed", now_s)
             else:
-                self._touch(entry)
+                self._touch(entry, now_s)
                 self._offer(entry)
         else:
             self.counts.promote_failed += 1

@@ -22,6 +22,7 @@ from kvtool.errors import LeaseLapsed
 from kvtool.kv.block import BlockKey
 from kvtool.kv.lease import ReadId
 from kvtool.kv.record import Commit, Committing, Entry, Grant, Granted, Hit, Holding, Quarantined, Reading, State, Want
+from kvtool.kv.room import SAME_REQUEST_S
 from kvtool.kv.source import Sources
 
 
@@ -36,9 +37,11 @@ class Store(Sources):
         lease_term_s: float = 10.0,
         reserve_term_s: float = 10.0,
         through: bool = False,
+        evict: str = "lru",
     ) -> None:
-        """`through`: every block is written to its file as soon as it is committed, and durable then."""
-        super().__init__(slots, slot_size, file_slots, lease_term_s)
+        """`through`: every block is written to its file as soon as it is committed, and durable then. `evict`: the
+        policy by which blocks go."""
+        super().__init__(slots, slot_size, file_slots, lease_term_s, evict)
         self.through = through and file_slots > 0
         if reserve_term_s <= 0:
             raise ValueError(f"reservation term must be positive, got {reserve_term_s} s")
@@ -46,6 +49,7 @@ class Store(Sources):
         self._reserved: dict[int, Entry] = {}  # slot -> entry
         self._reserved_due: list[tuple[float, int, int]] = []  # (deadline, slot, generation)
         self._transient_due: list[tuple[float, BlockKey]] = []
+        self._turns: dict[int, int] = {}  # owner -> turn of the conversation that he read last
 
     # Put
 
@@ -103,11 +107,14 @@ class Store(Sources):
         return Granted(Grant.GRANTED, slot, generation)
 
     def _again(self, entry: Entry, want: Want, now_s: float) -> None:
-        """A put of what is there: a transient block lives on for its longest holder; a durable put makes it stay."""
+        """A put of what is there is a use. A transient block lives on for its longest holder; a durable put makes it
+        stay; and what is wanted of a block is never lowered."""
         self.counts.duplicates += 1
         entry.holders += 1
+        stored = entry.state is not State.RESERVED
+        self._keeping.put_again(entry, want.retention, now_s, stored)
         if want.transient_s is None:
-            if entry.transient_s is not None and entry.state is not State.RESERVED:
+            if entry.transient_s is not None and stored:
                 self._list_anew(entry, entry.slot)  # only what is in DRAM is transient
             entry.transient_s = entry.transient_until_s = None
         elif entry.transient_s is not None:
@@ -115,6 +122,10 @@ class Store(Sources):
             until_s = now_s + want.transient_s
             if entry.transient_until_s is not None and until_s > entry.transient_until_s:
                 self._keep_until(entry, until_s)
+
+        if stored:
+            self._touch(entry, now_s)
+            self._offer(entry)
 
     def _keep_until(self, entry: Entry, until_s: float) -> None:
         entry.transient_until_s = until_s
@@ -135,12 +146,11 @@ class Store(Sources):
         self._at[slot] = entry
         self.dram.retag(slot, "block")
         self._children.add(entry.parent)
-        self._touch(entry)
-        self._enter_dram(entry)
-        if entry.transient_s is not None:
-            self._keep_until(entry, now_s + entry.transient_s)
         if entry.retention.duration_s is not None:
             entry.wanted_until_s = now_s + entry.retention.duration_s
+        self._stored(entry, now_s)
+        if entry.transient_s is not None:
+            self._keep_until(entry, now_s + entry.transient_s)
         self.counts.stored += 1
         if not (self.through and self._write_through(entry, now_s)):
             self._offer(entry)
@@ -156,6 +166,16 @@ class Store(Sources):
                 entry.filed_for.append((committing, at))
                 committing.waiting += 1
         return committing
+
+    def _stored(self, entry: Entry, now_s: float) -> None:
+        """`entry` is a block of this rank from now on."""
+        parent = self._index.get(entry.parent or b"")
+        known = self._turns.get(entry.owner, 1) if parent is None else parent.turn
+        entry.born = entry.turn = known if entry.parent is not None else 1
+        self._uses += 1
+        entry.touched, entry.uses, entry.used_at_s = self._uses, 1, now_s
+        self._keeping.begin(entry)
+        self._enter_dram(entry)
 
     def abort(self, owner: int, slot: int, generation: int, now_s: float, settle_s: float = 0.0) -> None:
         """The writer gives up a reservation and will not write any more, after `settle_s` at the latest."""
@@ -244,9 +264,22 @@ class Store(Sources):
         reading.waiting, reading.stalled = 0, False
         self.leases.answered(reading.lease, now_s)
         run = reading.run
+        turn = self._turn_of_read(reading.lease.read[0], run, now_s)
         for hit in reversed(run):  # the first block of a prefix is the last to go
-            self._touch(hit.entry)
+            hit.entry.turn = turn
+            self._touch(hit.entry, now_s)
         return run
+
+    def _turn_of_read(self, owner: int, run: list[Hit], now_s: float) -> int:
+        """The turn of its conversation that a read belongs to: one more than the turn that made its last block, unless
+        that was moments ago. It is kept for the puts that follow it, whose parents may be on other ranks."""
+        if not run:
+            self._turns.pop(owner, None)
+            return 1
+        last = run[-1].entry
+        same_request = now_s - last.used_at_s < SAME_REQUEST_S
+        turn = self._turns[owner] = last.turn if same_request else last.born + 1
+        return turn
 
     def release(self, read: ReadId, now_s: float) -> bool:
         """End a read. False: it had outlived its lease, and what it read must be thrown away."""
@@ -264,7 +297,7 @@ class Store(Sources):
         for slot, generation in uses:
             entry = self._at[slot]
             if entry is not None and entry.generation == generation and entry.state is State.COMMITTED:
-                self._touch(entry)
+                self._touch(entry, now_s)
                 self._offer(entry)
                 count += 1
         return count
@@ -302,6 +335,7 @@ class Store(Sources):
     def owner_gone(self, owner: int, now_s: float, settle_s: float = 0.0) -> None:
         """A client's connection closed: he reads no more, and writes no more after `settle_s`."""
         self._unheld(self.leases.end_owner(owner))
+        self._turns.pop(owner, None)
         for entry in [entry for entry in self._reserved.values() if entry.owner == owner]:
             self._quarantine_reserved(entry, "writer gone", now_s)
         for aside in [aside for aside in self._quarantine.values() if aside.writer and aside.owner == owner]:
@@ -310,8 +344,9 @@ class Store(Sources):
 
     def tick(self, now_s: float) -> None:
         """End what is due: leases, reservations, transient blocks, quarantines."""
-        lapsed = self.leases.expire(now_s)
-        self._unheld(lapsed)
+        self._unheld(self.leases.expire(now_s))
+        for ended in self._keeping.end_due(now_s):
+            self._offer(ended)
         while self._reserved_due and self._reserved_due[0][0] <= now_s:
             _, slot, generation = heapq.heappop(self._reserved_due)
             entry = self._reserved.get(slot)
@@ -337,6 +372,8 @@ class Store(Sources):
             due.append(lease_due_s)
         due += [self._reserved_due[0][0]] if self._reserved_due else []
         due += [self._transient_due[0][0]] if self._transient_due else []
+        kept_until_s = self._keeping.next_due_s()
+        due += [] if kept_until_s is None else [kept_until_s]
         return min(due, default=None)
 
     # What there is
@@ -348,13 +385,15 @@ class Store(Sources):
     def audit(self, now_s: float) -> list[Holding]:
         """Everything that somebody holds, one line a kind; empty when nobody holds anything."""
         transients = [e for e in self._index.values() if e.transient_until_s is not None]
-        moves = list(self._moves.values())
+        moves, pinned = list(self._moves.values()), self._keeping.pinned()
         found: list[tuple[str, list[tuple[float, int, float | None]]]] = [
             ("lease", [(lease.granted_at_s, lease.read[0], lease.lapses_at_s) for lease in self.leases]),
             ("reservation", [(e.since_s, e.owner, e.deadline_s) for e in self._reserved.values()]),
             ("quarantine", [(q.since_s, q.owner, q.safe_at_s) for q in self._quarantine.values()]),
             ("demotion", [(e.since_s, e.owner, None) for e in moves if e.state is State.DEMOTING]),
             ("promotion", [(e.since_s, e.owner, None) for e in moves if e.state is State.PROMOTING]),
+            ("soft pin", [(e.since_s, e.owner, until_s) for e, until_s, hard in pinned if not hard]),
+            ("hard pin", [(e.since_s, e.owner, until_s) for e, until_s, hard in pinned if hard]),
             ("transient", [(e.since_s, e.owner, e.transient_until_s) for e in transients]),
         ]
         lines = []

@@ -34,13 +34,18 @@ class Arc(Policy[K]):
         self._once.discard(key)
         self._again.put_last(key)
 
+    def renew(self, key: K) -> None:
+        (self._once if key in self._once else self._again).put_last(key)
+
     def leave(self, key: K, evicted: bool) -> None:
         count = len(self)
         if self._once.discard(key):
             if evicted:
-                self._once_left.add(key, 0, max(0, count - len(self._once)))
+                self._once_left.add(key, 0)
         elif self._again.discard(key) and evicted:
-            self._again_left.add(key, 0, max(0, count - len(self._once_left)))
+            self._again_left.add(key, 0)
+        self._once_left.trim(max(0, count - len(self._once)))
+        self._again_left.trim(max(0, count - len(self._once_left)))
 
     def offer(self, key: K) -> None:
         self._once.offer(key)

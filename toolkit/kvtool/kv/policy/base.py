@@ -30,6 +30,9 @@ class Policy(Protocol[K]):
     def use(self, key: K, turn: int = 0) -> None:
         """`key`, which is known, was used."""
 
+    def renew(self, key: K) -> None:
+        """`key` was used again by the request that used it last: no news, but for how long ago that was."""
+
     def leave(self, key: K, evicted: bool) -> None:
         """`key` went: for room, so that it may be missed, or for another reason, and is forgotten."""
 
@@ -124,9 +127,8 @@ class Ghosts(Generic[K]):
     def __init__(self) -> None:
         self._left: OrderedDict[K, int] = OrderedDict()
 
-    def add(self, key: K, note: int, count_max: int) -> None:
+    def add(self, key: K, note: int) -> None:
         self._left[key] = note
-        self.trim(count_max)
 
     def trim(self, count_max: int) -> None:
         while len(self._left) > count_max:

@@ -43,6 +43,9 @@ class Lru2(Policy[K]):
         self._before[key] = before
         self.offer(key)
 
+    def renew(self, key: K) -> None:
+        pass
+
     def leave(self, key: K, evicted: bool) -> None:
         last = self._last.pop(key, None)
         if last is None:
@@ -50,7 +53,8 @@ class Lru2(Policy[K]):
         if self._before.pop(key, None) is None:
             self._once.discard(key)
         if evicted:
-            self._ghosts.add(key, last, HISTORY * (len(self._last) + 1))
+            self._ghosts.add(key, last)
+        self._ghosts.trim(HISTORY * (len(self._last) + 1))
         if len(self._heap) > 64 + 2 * len(self._before):
             self._heap = [(before, known) for known, before in self._before.items() if known in self._heaped]
             heapq.heapify(self._heap)

@@ -18,6 +18,9 @@ class Fifo(Policy[K]):
     def use(self, key: K, turn: int = 0) -> None:
         pass
 
+    def renew(self, key: K) -> None:
+        pass
+
     def leave(self, key: K, evicted: bool) -> None:
         self._queue.discard(key)
 
@@ -37,6 +40,9 @@ class Fifo(Policy[K]):
 
 class Lru(Fifo[K]):
     """Least recently used first. O(1)."""
+
+    def renew(self, key: K) -> None:
+        self._queue.put_last(key)
 
     def use(self, key: K, turn: int = 0) -> None:
         self._queue.put_last(key)

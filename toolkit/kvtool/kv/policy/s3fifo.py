@@ -30,15 +30,18 @@ class S3Fifo(Policy[K]):
         if uses < USES_MAX:
             self._uses[key] = uses + 1
 
+    def renew(self, key: K) -> None:
+        pass
+
     def leave(self, key: K, evicted: bool) -> None:
         if self._uses.pop(key, None) is None:
             return
-        count = len(self._uses) + 1
-        if self._small.discard(key):
-            if evicted:
-                self._ghosts.add(key, 0, count - self._small_max(count))
-        else:
+        if not self._small.discard(key):
             self._main.discard(key)
+        elif evicted:
+            self._ghosts.add(key, 0)
+        count = len(self._uses) + 1
+        self._ghosts.trim(count - self._small_max(count))
 
     def offer(self, key: K) -> None:
         self._small.offer(key)
