@@ -15,7 +15,7 @@ from kvtool.transfer.segment import SHM
 def pool(tmp_path_factory):
     handle = start_pool(CONFIG, tmp_path_factory.mktemp("pool"))
     yield handle
-    stop_pool(handle.run_dir)
+    stop_pool(handle.run_dir, purge=True)
     assert not list(SHM.glob(f"{handle.prefix}*"))
 
 

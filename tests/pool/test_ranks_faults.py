@@ -275,6 +275,8 @@ def test_a_pool_whose_launcher_left_no_note_is_stopped_and_cleaned_up_all_the_sa
     os.kill(handle.rank_pids[0], signal.SIGSTOP)
     assert stop_pool(tmp_path, timeout_s=3)
     assert started_at(handle.rank_pids[0]) is None and list(SHM.glob(f"{handle.prefix}*")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files.json", "pool-0.blocks", "pool.log"]
+    assert stop_pool(tmp_path, purge=True) and not stop_pool(tmp_path, purge=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pool.log"]
     until(lambda: os.waitpid(handle.pid, os.WNOHANG)[0], 5, "mpiexec ends with its last rank")
 

@@ -62,10 +62,16 @@ def up(
 
 
 @app.command()
-def down(spec: SpecOption = None, run_dir: RunDirOption = None) -> None:
-    """Stop a deployment and remove what it left behind, its supervisor alive or not. Nothing to stop is fine."""
+def down(
+    spec: SpecOption = None,
+    run_dir: RunDirOption = None,
+    purge: Annotated[bool, typer.Option("--purge", help="Remove the pool's block files too.")] = False,
+) -> None:
+    """Stop a deployment and remove what it left behind, its supervisor alive or not. Nothing to stop is fine.
+
+    The pool's block files stay: the next start finds their blocks again."""
     folder = run_dir_of(spec, run_dir)
-    said = state.stop(folder)
+    said = state.stop(folder, purge=purge)
     for line in said:
         console.step(line)
     console.done(f"nothing of it runs any more in {folder}" if said else f"nothing runs in {folder}")

@@ -40,7 +40,14 @@ def up(
     file_dir: Annotated[
         Path | None, typer.Option("--file-dir", help="Where block files are; else the run directory.")
     ] = None,
+    write: Annotated[
+        str, typer.Option("--write", help="back: to files when memory is wanted; through: before a put is answered.")
+    ] = "back",
+    flush: Annotated[
+        str, typer.Option("--flush", help="How long a stopping rank may write its memory to its file.")
+    ] = "3s",
     lease_term: Annotated[str, typer.Option("--lease-term", help="How long a read may take.")] = "10s",
+    name: Annotated[str, typer.Option("--name", help="Name of the pool; its block files carry it.")] = "pool",
     run_dir: RunDir = None,
 ) -> None:
     """Start a pool; returns when every rank answers."""
@@ -51,7 +58,10 @@ def up(
         dram_size=_parsed("--dram-size", dram_size, parse_size),
         file_size=_parsed("--file-size", file_size, parse_size),
         file_dir=file_dir.absolute() if file_dir else None,
+        write=write,
+        flush_s=_parsed("--flush", flush, parse_seconds),
         lease_term_s=_parsed("--lease-term", lease_term, parse_seconds),
+        name=name,
     )
     console.step(f"starting {ranks} ranks in {folder}, blocks of {config.layout}")
     handle = start_pool(config, folder)
@@ -59,10 +69,15 @@ def up(
 
 
 @app.command()
-def down(run_dir: RunDir = None) -> None:
-    """Stop a pool and remove what it left behind. Nothing to stop is fine."""
+def down(
+    run_dir: RunDir = None,
+    purge: Annotated[bool, typer.Option("--purge", help="Remove its block files too.")] = False,
+) -> None:
+    """Stop a pool and remove what it left behind. Nothing to stop is fine.
+
+    Block files stay: the next pool of that name finds their blocks again."""
     folder = _folder(run_dir)
-    found = stop_pool(folder)
+    found = stop_pool(folder, purge=purge)
     console.done(f"no rank runs any more in {folder}" if found else f"no pool runs in {folder}")
 
 

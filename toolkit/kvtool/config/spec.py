@@ -64,6 +64,11 @@ class PoolSpec(Section):
     dram_size: Size = _default("256MiB", "Shared memory of each rank; a hard cap.")
     file_size: Size = _default("1GiB", "File tier of each rank; a hard cap. 0 switches it off.")
     file_dir: FilePath | None = Field(None, description="Where the file tier lies; null is RUN_DIR/pool.")
+    write: Literal["back", "through"] = Field(
+        "back",
+        description="When a block goes to its file: back, its memory is wanted; through, before its put is answered.",
+    )
+    flush: Seconds = _default("3s", "How long a stopping rank may write its memory to its file.")
     path: Literal["auto", "shm", "ucx"] = Field(
         "auto",
         description="How blocks travel: shm on the same node, ucx between nodes, auto by where the rank is.",

@@ -65,11 +65,16 @@ class Filing(Room):
         return [entry.key for entry in sorted(lost, key=lambda entry: -entry.touched)]
 
     def file(self, key: BlockKey, now_s: float) -> bool:
-        """Begin to write a block to its file, ancestors first; it stays in DRAM. False: it cannot be, or not now."""
+        """Begin to write a block to its file, ancestors first; it stays in DRAM. False: later, too many moves are
+        under way. True also when it need not be or cannot be."""
         entry = self._index.get(key)
         if entry is None or not self._could_file(entry) or not self._may_file(entry, now_s):
+            return True
+        if not self._file_ancestors(entry, now_s):
             return False
-        return self._file_ancestors(entry, now_s) and self._file(entry, now_s, stays=True)
+        if self._could_file(entry):
+            self._file(entry, now_s, stays=True)
+        return True
 
     def _could_file(self, entry: Entry) -> bool:
         return entry.state is State.COMMITTED and entry.file_slot < 0 and entry.transient_until_s is None

@@ -97,6 +97,8 @@ class PutResult:
     outcome: Outcome
     path: Path | None = None
     reason: str = ""
+    durable: bool = False
+    """It is on its rank's disk: a restart finds it."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from kvtool.kv.layout import KVLayout
 from kvtool.kv.retention import COPIES_MAX
 from kvtool.pool.directory import slots_under
 from kvtool.pool.embedded import file_slots_in
+from kvtool.pool.filetier import WRITE, check_name
 from kvtool.units import show_size
 
 RANKS_MAX = 1024
@@ -30,6 +31,11 @@ class PoolConfig:
     file_size: int = 2**30
     file_dir: Path | None = None
     """None: the run directory."""
+    write: str = "back"
+    """When a block goes to its file. "back": when its memory is wanted, or the pool stops. "through": before its put is
+    answered, which then says that it is durable."""
+    flush_s: float = 3.0
+    """How long a stopping rank may write to its file what only its memory holds."""
     lease_term_s: float = 10.0
     reserve_term_s: float = 10.0
     copies: int = 1
@@ -61,6 +67,13 @@ class PoolConfig:
             raise SpecRefused(f"pool.copies: wanted 1 to {COPIES_MAX}, found {self.copies}")
         if self.copy_rate <= 0:
             raise SpecRefused(f"pool.copy_rate: wanted more than 0 bytes/s, found {self.copy_rate}")
+        check_name(self.name)
+        if self.write not in WRITE:
+            raise SpecRefused(f"pool.write: wanted {' or '.join(WRITE)}, found {self.write}")
+        if self.write == "through" and not self.file_size:
+            raise SpecRefused("pool.write: through needs files, found pool.file_size 0; raise it, or write back")
+        if self.flush_s < 0:
+            raise SpecRefused(f"pool.flush_s: wanted 0 s or more, found {self.flush_s}")
         for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s"):
             if getattr(self, setting) <= 0:
                 raise SpecRefused(f"pool.{setting}: wanted more than 0 s, found {getattr(self, setting)}")
@@ -82,6 +95,8 @@ class RankConfig:
     layout: dict[str, Any]
     dram_size: int
     file_size: int
+    write: str
+    flush_s: float
     lease_term_s: float
     reserve_term_s: float
     ucx: bool

@@ -25,6 +25,7 @@ from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Commit, Grant, Granted, Hit, Holding, Want
 from kvtool.kv.store import Store
 from kvtool.pool.base import BlockView, Outcome, Path, PoolCounts, Put, PutResult, Tier
+from kvtool.pool.filetier import WRITE, Flush, close_file
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.reading import Counting, Held, Placed, PoolRead
 from kvtool.pool.tiers import Event, Tiers
@@ -33,17 +34,20 @@ from kvtool.transfer.checksum import checksum
 BATCH = 32
 """Blocks reserved at a time: a put longer than the pool must not evict its own head before that is written."""
 RECHECK_S = 0.02
+DURABLE_WAIT_S, FLUSH_S = 1.0, 5.0
 _OWNER = 1
 
 
 class EmbeddedPool:
     """A `pool.base.Pool` of `dram_size` bytes of memory and `file_size` bytes of files in `file_dir`.
 
-    `file_dir` None: a temporary file that is gone at `close`. Budgets are real seconds; leases follow `clock`.
+    `file_path`: a block file that outlives this pool, with what it holds; else a temporary one in `file_dir` that is
+    gone at `close`. `write`: "back" or "through", as `PoolConfig.write`. Budgets are real seconds; leases follow
+    `clock`.
 
     Raises:
         ValueError: not room for one block.
-        Refused: the disk has no room for `file_size`.
+        Refused: the disk has no room for `file_size`, or `file_path` holds something else.
     """
 
     def __init__(
@@ -56,12 +60,17 @@ class EmbeddedPool:
         *,
         lease_term_s: float = 10.0,
         reserve_term_s: float = 10.0,
+        file_path: pathlib.Path | None = None,
+        write: str = "back",
     ) -> None:
         self.layout = layout
         self._clock = clock or SystemClock()
         slots = SlotMemory.slots_in(dram_size, layout.block_size)
         file_slots = file_slots_in(file_size, layout.block_size)
-        self._store = Store(slots, layout.block_size, file_slots, lease_term_s, reserve_term_s)
+        if write not in WRITE:
+            raise ValueError(f"write: wanted {' or '.join(WRITE)}, found {write}")
+        through = write == "through"
+        self._store = Store(slots, layout.block_size, file_slots, lease_term_s, reserve_term_s, through)
         self._map = mmap.mmap(-1, SlotMemory.size(slots, layout.block_size))
         self._memory = SlotMemory(memoryview(self._map), slots, layout.block_size)
         self._changed = threading.Condition()
@@ -70,22 +79,28 @@ class EmbeddedPool:
         self._closed = self._carrying = False
         self._events: deque[Event] = deque()
         self._file_dir = file_dir
-        self._file_path: pathlib.Path | None = None
+        self._temporary: pathlib.Path | None = None
         self._tiers = Tiers(self._store, self._memory, None, self._post)
-        if file_slots:
-            self._open_files(file_slots)
+        if file_slots and file_path is not None:
+            from kvtool.transfer.files import BlockFile
 
-    def _open_files(self, slots: int) -> None:
+            size, mark = layout.block_size, layout.fingerprint
+            self._tiers.files = BlockFile(file_path, size, file_slots, fingerprint=mark, layout=str(layout))
+            self._tiers.recover(self._clock.now_s())
+        elif file_slots:
+            self._open_temporary(file_slots)
+
+    def _open_temporary(self, slots: int) -> None:
         from kvtool.transfer.files import BlockFile
 
         directory = self._file_dir or pathlib.Path(tempfile.gettempdir())
         handle, name = tempfile.mkstemp(prefix="kvtool-embedded-", suffix=".blocks", dir=directory)
         os.close(handle)
-        self._file_path = pathlib.Path(name)
+        self._temporary = pathlib.Path(name)
         try:
-            self._tiers.files = BlockFile(self._file_path, self.layout.block_size, slots, fresh=True)
+            self._tiers.files = BlockFile(self._temporary, self.layout.block_size, slots, fresh=True)
         except BaseException:
-            self._file_path.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)
             raise
 
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
@@ -183,13 +198,12 @@ class EmbeddedPool:
                 now_s = self._clock.now_s()
                 for _, grant in granted[len(written) :]:  # only when `fill` raised
                     self._store.abort(_OWNER, grant.slot, grant.generation, now_s)
-                commits = [
-                    (at, self._store.commit(_OWNER, g.slot, g.generation, sum_, now_s)) for at, g, sum_ in written
-                ]
+                commits = [(grant.slot, grant.generation, sum_) for _, grant, sum_ in written]
+                committing = self._store.commit_all(_OWNER, commits, now_s)
                 self._settled()
-        lapsed = PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
-        stored = PutResult(Outcome.STORED, Path.EMBEDDED)
-        return [(at, stored if commit is Commit.STORED else lapsed) for at, commit in commits]
+                self._changed.wait_for(lambda: committing.done or self._closed, DURABLE_WAIT_S)
+        results = [outcome_of(commit, Path.EMBEDDED) for commit in committing.results]
+        return [(at, result) for (at, _, _), result in zip(written, results, strict=True)]
 
     def _wait_for_room(self, until_s: float) -> bool:
         """Until something may have changed; False when the time is up."""
@@ -219,16 +233,25 @@ class EmbeddedPool:
 
     def close(self) -> None:
         """Stop the file tier: reads are misses and puts are refused from now on. Views that are still held stay
-        readable."""
+        readable. A file that outlives the pool is given what only memory held, within a few seconds."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
+            if self._tiers.files is not None and self._temporary is None:
+                self._flush()
         if self._tiers.files is not None:
-            self._tiers.files.close()
-        if self._file_path is not None:
-            self._file_path.unlink(missing_ok=True)
+            close_file(self._tiers.files)
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        flush, until_s = Flush(self._store), time.monotonic() + FLUSH_S
+        while not flush.step(self._clock.now_s()):
+            moved, left_s = self._carry_out(), until_s - time.monotonic()
+            if left_s <= 0 or (not moved and not self._changed.wait(left_s)):
+                return
 
     def _release(self, read_id: tuple[int, int]) -> None:
         with self._changed:
@@ -286,3 +309,10 @@ def refusal(answer: Granted, size: int, slot_size: int, why_full: str) -> PutRes
             Outcome.REFUSED, reason=f"too large: the block has {size} bytes, a slot holds 1 to {slot_size}"
         )
     return PutResult(Outcome.REFUSED, reason=f"pool full: {why_full}")
+
+
+def outcome_of(commit: Commit, path: Path) -> PutResult:
+    """What became of a block that was written."""
+    if commit is Commit.LAPSED:
+        return PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
+    return PutResult(Outcome.STORED, path, durable=commit is Commit.DURABLE)

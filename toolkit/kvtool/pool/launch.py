@@ -24,12 +24,15 @@ from typing import Any
 
 from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
 from kvtool.pool.config import PoolConfig, RankConfig
+from kvtool.pool.filetier import NOTE, files_of, note_files
+from kvtool.pool.filetier import purge as purge_files
 from kvtool.pool.link import Link
 from kvtool.pool.rundir import (
     CONFIG,
     LAUNCH,
     LOG,
     MPI_TMP,
+    flush_s,
     named,
     own,
     pool_runs,
@@ -68,8 +71,8 @@ class PoolHandle:
     rank_pids: list[int]
     prefix: str
 
-    def stop(self) -> None:
-        stop_pool(self.run_dir)
+    def stop(self, *, purge: bool = False) -> None:
+        stop_pool(self.run_dir, purge=purge)
 
 
 @dataclass
@@ -125,13 +128,13 @@ def start_pool(config: PoolConfig, run_dir: Path) -> PoolHandle:
 def _launch(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
     if pool_runs(run_dir):
         raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
-    _stop(run_dir, STOP_TIMEOUT_S)
+    _stop(run_dir)
     demand(f"{config.ranks} ranks", config.ranks * config.dram_size, rooms(SHM), "pool.dram_size or pool.ranks")
     try:
         _write_rank_config(config, run_dir, prefix)
         return _spawn(mpiexec, config, run_dir, prefix)
     except BaseException:
-        _stop(run_dir, STOP_TIMEOUT_S)
+        _stop(run_dir)
         raise
 
 
@@ -140,16 +143,17 @@ def _undo(config: PoolConfig, run_dir: Path, prefix: str, process: subprocess.Po
     with turn(run_dir, TURN_S):
         launch = read_launch(run_dir)
         if launch is not None and launch["prefix"] == prefix:
-            _stop(run_dir, STOP_TIMEOUT_S)
+            _stop(run_dir)
         else:  # stopped by somebody else
             _reap(process.pid, STOP_TIMEOUT_S)
-            remove_names(run_dir, prefix, config.file_dir or run_dir)
+            remove_names(run_dir, prefix)
 
 
-def stop_pool(run_dir: Path, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+def stop_pool(run_dir: Path, timeout_s: float | None = None, *, purge: bool = False) -> bool:
     """Stop whatever of a pool runs in `run_dir`, however much of it is dead, and remove what it made.
 
-    Politely first, so that ranks remove their own; after `timeout_s` with SIGKILL. Whether anything was there.
+    Politely first, so that ranks write their memory to files and remove their own; after `timeout_s` (None: what that
+    may take) with SIGKILL. Block files stay for the next pool of that name, unless `purge`. Whether anything was there.
 
     Raises:
         PoolUnavailable: another process has been starting or stopping a pool there for too long.
@@ -158,10 +162,12 @@ def stop_pool(run_dir: Path, timeout_s: float = STOP_TIMEOUT_S) -> bool:
     if untouched(run_dir) and not rank_processes(run_dir):
         return False
     with turn(run_dir, TURN_S):
-        return _stop(run_dir, timeout_s)
+        stopped = _stop(run_dir, timeout_s)
+        return bool(purge and purge_files(run_dir)) or stopped
 
 
-def _stop(run_dir: Path, timeout_s: float) -> bool:
+def _stop(run_dir: Path, timeout_s: float | None = None) -> bool:
+    timeout_s = STOP_TIMEOUT_S + flush_s(run_dir) if timeout_s is None else timeout_s
     launch, found, names = read_launch(run_dir), rank_processes(run_dir), named(run_dir)
     try:
         _end(found, timeout_s)
@@ -170,7 +176,9 @@ def _stop(run_dir: Path, timeout_s: float) -> bool:
             _reap(launch["pid"], timeout_s)
     finally:  # whoever is left, his names go
         if names:
-            remove_names(run_dir, names["prefix"], Path(names["file_dir"]))
+            remove_names(run_dir, names["prefix"])
+        if not files_of(run_dir):
+            (run_dir / NOTE).unlink(missing_ok=True)
         for name in (FILE, CONFIG, LAUNCH):
             (run_dir / name).unlink(missing_ok=True)
         shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
@@ -244,6 +252,8 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         layout=asdict(config.layout),
         dram_size=config.dram_size,
         file_size=config.file_size,
+        write=config.write,
+        flush_s=config.flush_s,
         lease_term_s=config.lease_term_s,
         reserve_term_s=config.reserve_term_s,
         ucx=ucx,
@@ -252,6 +262,8 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         copy_rate=config.copy_rate,
         log_level=config.log_level,
     )
+    if config.file_size:
+        note_files(run_dir, config.name, config.file_dir or run_dir, asdict(config.layout))
     write_private(run_dir / CONFIG, json.dumps(ranks.as_dict(), indent=1))
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from kvtool.errors import KvtoolError, ProtocolError
 from kvtool.kv.layout import KVLayout
-from kvtool.kv.record import Commit, Grant, Granted, Want
+from kvtool.kv.record import Grant, Granted, Want
 from kvtool.pool import wire
 from kvtool.pool.access import UCX_SETTLE_S, Access
 from kvtool.pool.base import Outcome, Path, Put, PutResult
-from kvtool.pool.embedded import BATCH, refusal
+from kvtool.pool.embedded import BATCH, outcome_of, refusal
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.wire import Op
@@ -229,10 +229,8 @@ class Putting:
             self._ranks.lost()
             self._fail(positions, str(error))
         else:
-            lapsed = PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
-            stored = PutResult(Outcome.STORED, part.path)
             for position, commit in zip(positions, commits, strict=True):
-                self._results[position] = stored if commit is Commit.STORED else lapsed
+                self._results[position] = outcome_of(commit, part.path)
         committed = {slot for slot, _, _ in part.commits}
         part.granted = [(position, grant) for position, grant in part.granted if grant.slot not in committed]
 

@@ -30,6 +30,7 @@ from kvtool.pool.config import RankConfig
 from kvtool.pool.copier import Copier
 from kvtool.pool.directory import Directory, segment_size, slots_under
 from kvtool.pool.embedded import file_slots_in
+from kvtool.pool.filetier import Flush, close_file, open_file
 from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.membership import Membership, MpiWatch
 from kvtool.pool.memory import SlotMemory
@@ -62,29 +63,35 @@ class Rank:
         file_slots = file_slots_in(config.file_size, size)
         slots = slots_under(config.dram_size, size, file_slots)
         self.segment = Segment.create(f"{config.prefix}-{self.rank}", segment_size(slots, size, file_slots))
-        self._swept_s = 0.0
+        self._swept_s = self._flush_until_s = 0.0
+        self._flush: Flush | None = None
         self.copier: Copier | None = None
         self.ucx: UcxOwner | None = None
         self.files: BlockFile | None = None
-        self._file_path = Path(config.file_dir) / f"{config.prefix}-{self.rank}.blocks"
         self._unix = Path(config.run_dir) / f"{config.prefix}-{self.rank}.sock"
         try:
             if file_slots:
-                from kvtool.transfer.files import BlockFile
-
-                self.files = BlockFile(self._file_path, size, file_slots, fresh=True)
+                self.files = open_file(config, self.rank, self.layout, file_slots)
             if config.ucx:
                 from kvtool.transfer.ucx import UcxOwner
 
                 self.ucx = UcxOwner(f"{config.prefix}-{self.rank}", self.segment.view)
-            store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s)
+            through = config.write == "through"
+            store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s, through)
             memory = SlotMemory(self.segment.view, slots, size)
             directory = Directory(self.segment.view[SlotMemory.size(slots, size) :], slots + file_slots)
             self.tiers = Tiers(store, memory, self.files, self._post, directory)
+            self._recover()
             self._serve(communicator)
         except BaseException:
             self.clean_up()
             raise
+
+    def _recover(self) -> None:
+        began_s = time.monotonic()
+        blocks = self.tiers.recover(began_s)
+        if blocks:
+            log.info("blocks recovered rank=%d blocks=%d seconds=%.3f", self.rank, blocks, time.monotonic() - began_s)
 
     def _serve(self, communicator: Any) -> None:
         key = bytes.fromhex(self.config.key)
@@ -153,19 +160,31 @@ class Rank:
         return self.tiers.store.dram.count, self.tiers.store.files.count
 
     def clean_up(self) -> None:
-        """Remove everything that this rank made. Again is a no-op."""
+        """Remove everything that this rank made, but its block file. Again is a no-op."""
         if self.copier is not None:
             self.copier.close()
         if self.files is not None:
-            self.files.close()
-        self._file_path.unlink(missing_ok=True)
+            close_file(self.files)
+            self.files = None
         self._unix.unlink(missing_ok=True)
         self.segment.unlink()
 
     def _stop(self, number: int, frame: object) -> None:
         self.members.leaving = True
-        self.loop.running = False
-        self.loop.post(lambda: None)
+        self.loop.post(self._begin_flush)
+
+    def _begin_flush(self) -> None:
+        if self._flush is None:
+            self._flush, self._flush_until_s = Flush(self.tiers.store), time.monotonic() + self.config.flush_s
+
+    def _leave(self, flush: Flush, now_s: float) -> float:
+        """Write to the file what only memory holds, then end; when to come again."""
+        done = flush.step(now_s)
+        self.tiers.carry_out()
+        if done or now_s >= self._flush_until_s:
+            log.info("memory written to files rank=%d blocks=%d whole=%s", self.rank, flush.wanted, done)
+            self.loop.running = False
+        return now_s + TICK_S
 
     def _post(self, event: Event) -> None:
         self.loop.post(lambda: self.service.event(event))
@@ -197,6 +216,8 @@ class Rank:
             if not Path(self.config.run_dir).is_dir():  # nobody can find or stop this pool any more
                 log.warning("rank stops, its run directory is gone rank=%d", self.rank)
                 self._stop(0, None)
+        if self._flush is not None:
+            due_s = min(due_s, self._leave(self._flush, now_s))
         sleep_s = min(TICK_S, due_s - now_s)
         if self.ucx is not None and now_s < self.service.ucx_wanted_until_s:
             self.ucx.progress()

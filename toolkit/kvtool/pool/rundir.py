@@ -5,7 +5,8 @@
       launch.json         mpiexec's pid and start time, and the prefix of every name that the pool makes
       pool.json           written by the ranks: where they are (0600)
       pool.log            what ranks and mpiexec said; outlives the pool, and carries the lock
-      PREFIX-N.sock       control sockets; PREFIX-N under /dev/shm: segments; PREFIX-N.blocks: files
+      PREFIX-N.sock       control sockets; PREFIX-N under /dev/shm: segments
+      files.json          which block files are the pool's (see `pool.filetier`); outlives the pool, as they do
 
 Processes are known by pid and start time, so never somebody else's; ranks that lost their mpiexec are found by their
 command line. Whoever was killed -9 leaves names behind, all with the prefix.
@@ -125,12 +126,18 @@ def rank_processes(run_dir: Path) -> list[tuple[int, int]]:
     return found
 
 
-def remove_names(run_dir: Path, prefix: str, file_dir: Path) -> None:
-    """Segments, sockets and files of the pool with this prefix."""
+def remove_names(run_dir: Path, prefix: str) -> None:
+    """Segments and sockets of the pool with this prefix. Its block files stay, for the next one."""
     unlink_prefix(prefix)
-    for directory, pattern in ((run_dir, f"{prefix}-*.sock"), (file_dir, f"{prefix}-*.blocks")):
-        for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)
+    for path in run_dir.glob(f"{prefix}-*.sock"):
+        path.unlink(missing_ok=True)
+
+
+def flush_s(run_dir: Path) -> float:
+    """How long the ranks of the pool that runs here may take to write their memory to files when they stop."""
+    config = _read_json(run_dir / CONFIG) or {}
+    found = config.get("flush_s", 0.0)
+    return float(found) if isinstance(found, (int, float)) else 0.0
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

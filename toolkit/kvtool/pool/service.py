@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.copying import Why
-from kvtool.kv.record import Grant, Granted, Holding, Reading, Want
+from kvtool.kv.record import Committing, Grant, Granted, Holding, Reading, Want
 from kvtool.pool import wire
 from kvtool.pool.copier import OWNER, Copier
 from kvtool.pool.handshake import Door
@@ -27,6 +27,8 @@ log = logging.getLogger("kvtool.pool")
 WAIT_MAX_S = 30.0
 SETTLE_MAX_S = 60.0
 NAMES_MAX = 4096
+DURABLE_WAIT_S = 1.0
+"""How long a commit may wait for the disk; then it is answered as stored, and not as durable."""
 UCX_SETTLE_S = 2.0
 """After a UCX client left, bytes that it sent before may still be in this rank's sockets for so long."""
 
@@ -42,6 +44,11 @@ class _Waiting:
 @dataclass(eq=False)
 class _WaitingRead(_Waiting):
     reading: Reading
+
+
+@dataclass(eq=False)
+class _WaitingCommit(_Waiting):
+    committing: Committing
 
 
 @dataclass(eq=False)
@@ -67,6 +74,7 @@ class Service:
         self._reads: list[_WaitingRead] = []
         self._puts: list[_WaitingPut] = []
         self._names: dict[int, str] = {OWNER: "this rank"}
+        self._commits: list[_WaitingCommit] = []
         self.on_peer: Callable[[Connection, int], None] = lambda connection, rank: None
         self.ucx_wanted_until_s = 0.0
         self.copier: Copier | None = None
@@ -151,6 +159,7 @@ class Service:
         now_s = time.monotonic()
         self._reads = [waiting for waiting in self._reads if waiting.connection is not connection]
         self._puts = [waiting for waiting in self._puts if waiting.connection is not connection]
+        self._commits = [waiting for waiting in self._commits if waiting.connection is not connection]
         settle_s = UCX_SETTLE_S if connection.ucx else 0.0
         if connection.ucx:
             self.want_ucx(now_s + 2 * settle_s)
@@ -184,11 +193,12 @@ class Service:
         return min([*deadlines, *([] if due_s is None else [due_s])], default=None)
 
     def _waiting(self) -> list[_Waiting]:
-        return [*self._reads, *self._puts]
+        return [*self._reads, *self._puts, *self._commits]
 
     def _moved(self, now_s: float) -> None:
         """Something changed: carry out what the rules want, and answer who waited for it."""
         self.tiers.carry_out()
+        self._answer_commits(now_s)
         for read in list(self._reads):
             if read.connection.closed or read not in self._reads:  # an answer that cannot be sent comes back here
                 continue
@@ -256,10 +266,20 @@ class Service:
         slots = self.store.dram.count
         if any(slot >= slots for slot, _, _ in commits):
             raise ProtocolError(f"commit of a slot that does not exist; this rank has {slots}")
-        done = [self.store.commit(connection.owner, *commit, now_s) for commit in commits]
+        committing = self.store.commit_all(connection.owner, commits, now_s)
         self.tiers.carry_out()
-        connection.send(Op.COMMIT, message.request, bytes(done))
+        waiting = _WaitingCommit(connection, message.request, now_s, now_s + DURABLE_WAIT_S, committing)
+        self._commits.append(waiting)
+        self._answer_commits(now_s)
         self._moved(now_s)
+
+    def _answer_commits(self, now_s: float) -> None:
+        """Those that are on the disk, or have waited for it long enough: their blocks are stored all the same."""
+        for commit in list(self._commits):
+            due = commit.committing.done or now_s >= commit.until_s
+            if due and commit in self._commits:  # an answer that cannot be sent ends others of that client
+                self._commits.remove(commit)
+                commit.connection.send(Op.COMMIT, commit.request, bytes(commit.committing.results))
 
     def _abort(self, connection: Connection, message: Message, now_s: float) -> None:
         settle_s, aborts = wire.unpack_aborts(message.body)
@@ -310,6 +330,7 @@ class Service:
             "waiting_puts": len(self._puts),
             "counts": asdict(store.counts),
             "bytes_moved": dict(self.tiers.bytes_moved),
+            "files": self.tiers.report(),
             "touched": self.touched,
             "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
             **({} if self.copier is None else {"copying": self.copier.status()}),

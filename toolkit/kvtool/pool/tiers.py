@@ -113,6 +113,17 @@ class Tiers:
         out = self.memory.slot(move.slot, move.length)
         self.files.read(move.file_slot, out, move.key, generation=move.record).add_done_callback(done)
 
+    def report(self) -> dict[str, object]:
+        """How the file tier does, for a status."""
+        store = self.store
+        return {
+            "how": "none" if self.files is None else self.files.how,
+            "write": "through" if store.through else "back",
+            "moving": store.demoting + store.filing,
+            "failures": store.backoff.failures,
+            "why": store.backoff.why,
+        }
+
     def recover(self, now_s: float) -> int:
         """Register what the file holds from before; how many blocks. Before the first client."""
         if self.files is None:

@@ -105,6 +105,8 @@ class PoolKeeper:
             dram_size=pool.dram_size,
             file_size=pool.file_size,
             file_dir=pool.file_dir,
+            write=pool.write,
+            flush_s=pool.flush,
             lease_term_s=pool.lease_term,
             ucx=pool.path != "shm",
             name=self._spec.name,

@@ -89,8 +89,21 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def stop(run_dir: Path) -> list[str]:
-    """End whatever runs in `run_dir`, with or without its supervisor; what was done, in words. Idempotent."""
+def stop(run_dir: Path, *, purge: bool = False) -> list[str]:
+    """End whatever runs in `run_dir`, with or without its supervisor; what was done, in words. Idempotent.
+
+    The pool's block files stay for the next start, unless `purge`.
+    """
+    said = _stop(run_dir)
+    if purge and (run_dir / "pool").is_dir():
+        from kvtool.pool.launch import stop_pool
+
+        if stop_pool(run_dir / "pool", purge=True):
+            said.append("block files removed")
+    return said
+
+
+def _stop(run_dir: Path) -> list[str]:
     state = read_state_or_nothing(run_dir)
     if state is None:
         return []
