@@ -282,7 +282,7 @@ def test_a_pool_whose_launcher_left_no_note_is_stopped_and_cleaned_up_all_the_sa
 
 
 def test_a_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
-    config = PoolConfig(LAYOUT, ranks=2, dram_size=room_for(4), file_dir=tmp_path / "nowhere", start_timeout_s=20)
+    config = PoolConfig(LAYOUT, ranks=2, dram_size=2**23, file_dir=tmp_path / "nowhere", start_timeout_s=20)
     with pytest.raises(Exception, match=r"(?s)did not start.*nowhere"):
         start_pool(config, tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["pool.log"]

@@ -47,6 +47,8 @@ class PoolConfig:
     host: str = "127.0.0.1"
     name: str = "pool"
     start_timeout_s: float = 60.0
+    heal: bool = True
+    """Leave a keeper behind, which starts ranks again that died."""
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -91,7 +93,8 @@ class RankConfig:
     prefix: str
     name: str
     key: str
-    epoch: int
+    base: int
+    """Where the count of epochs starts."""
     layout: dict[str, Any]
     dram_size: int
     file_size: int

@@ -35,9 +35,12 @@ Ended = Callable[["Dialled | None", "Exception | None"], None]
 
 
 class Dialler:
-    """`post` has a call run where the rules live; `hello` is what this rank says of itself, besides the proof."""
+    """`post` has a call run where the rules live; `hello` gives what this rank says of itself, besides the proof. Whom
+    it reaches is whoever has the peer's identity now: an incarnation that is not known here yet is welcome."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None], key: bytes, hello: dict[str, object]) -> None:
+    def __init__(
+        self, post: Callable[[Callable[[], None]], None], key: bytes, hello: Callable[[], dict[str, object]]
+    ) -> None:
         self._post, self._key, self._hello = post, key, hello
         self._running = 0
 
@@ -79,7 +82,7 @@ class Dialler:
                 sock.connect(peer.tcp)
             session = None
             if introduce:
-                _, session, _ = shake(sock, Knock(self._key, self._hello, peer.identity), deadline_s)
+                _, session, _ = shake(sock, Knock(self._key, self._hello(), peer.identity), deadline_s)
         except BaseException:
             sock.close()
             raise

@@ -97,7 +97,7 @@ def _session(key: bytes, greeting: bytes, hello: bytes) -> Session:
 class Door:
     """The server's half, for one connection: `greeting` goes out, `read` takes HELLO, `check` its proof."""
 
-    def __init__(self, identity: str, incarnation: int = 0) -> None:
+    def __init__(self, identity: str, incarnation: int = 1) -> None:
         said = {"nonce": secrets.token_bytes(NONCE_SIZE), "identity": identity, "incarnation": incarnation}
         self.greeting = pack_map(said)
         self._proof = self._hello = b""

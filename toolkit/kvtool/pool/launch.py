@@ -26,13 +26,12 @@ from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
 from kvtool.pool.config import PoolConfig, RankConfig
 from kvtool.pool.filetier import NOTE, files_of, note_files
 from kvtool.pool.filetier import purge as purge_files
+from kvtool.pool.keeping import KeeperStatus, keeper_status, reap_keepers, start_keeper, want
 from kvtool.pool.link import Link
+from kvtool.pool.names import CONFIG, KEEPER, KEEPER_LOCK, LAUNCH, LOG, MPI_TMP, WANTED
 from kvtool.pool.rundir import (
-    CONFIG,
-    LAUNCH,
-    LOG,
-    MPI_TMP,
     flush_s,
+    keeper_processes,
     named,
     own,
     pool_runs,
@@ -53,6 +52,7 @@ log = logging.getLogger("kvtool.pool")
 STOP_TIMEOUT_S = 5.0
 TURN_S = 30.0
 _POLL_S = 0.02
+_BASE_S = 1_700_000_000  # some day, so that eighths of a second fit into 32 bits for long
 _HELLO_S = 1.0
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_")
 """An mpiexec that finds its parent's variables takes itself for one of its ranks, and hangs."""
@@ -94,6 +94,7 @@ class PoolStatus:
     state: PoolState
     launcher_runs: bool
     ranks: list[RankStatus]
+    keeper: KeeperStatus
 
     @property
     def whole(self) -> bool:
@@ -119,7 +120,10 @@ def start_pool(config: PoolConfig, run_dir: Path) -> PoolHandle:
     except PoolUnavailable as error:
         raise Refused(str(error)) from None
     try:
-        return _await_ranks(config, run_dir, prefix, process)
+        handle = _await_ranks(config, run_dir, prefix, process)
+        if config.heal:
+            start_keeper(run_dir, _environment())
+        return handle
     except BaseException:
         _undo(config, run_dir, prefix, process)
         raise
@@ -132,6 +136,7 @@ def _launch(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> sub
     demand(f"{config.ranks} ranks", config.ranks * config.dram_size, rooms(SHM), "pool.dram_size or pool.ranks")
     try:
         _write_rank_config(config, run_dir, prefix)
+        want(run_dir, list(range(config.ranks)))
         return _spawn(mpiexec, config, run_dir, prefix)
     except BaseException:
         _stop(run_dir)
@@ -168,9 +173,15 @@ def stop_pool(run_dir: Path, timeout_s: float | None = None, *, purge: bool = Fa
 
 def _stop(run_dir: Path, timeout_s: float | None = None) -> bool:
     timeout_s = STOP_TIMEOUT_S + flush_s(run_dir) if timeout_s is None else timeout_s
-    launch, found, names = read_launch(run_dir), rank_processes(run_dir), named(run_dir)
+    launch, names, found = read_launch(run_dir), named(run_dir), keeper_processes(run_dir)
+    _end(found, timeout_s)  # first, or it would start again what ends now
+    reap_keepers()
     try:
-        _end(found, timeout_s)
+        while ranks := rank_processes(run_dir):
+            if set(ranks) <= set(found):
+                break  # they outlive SIGKILL
+            found += ranks
+            _end(ranks, timeout_s)
         if launch is not None:
             _end([(launch["pid"], launch["started"])], timeout_s)
             _reap(launch["pid"], timeout_s)
@@ -179,7 +190,7 @@ def _stop(run_dir: Path, timeout_s: float | None = None) -> bool:
             remove_names(run_dir, names["prefix"])
         if not files_of(run_dir):
             (run_dir / NOTE).unlink(missing_ok=True)
-        for name in (FILE, CONFIG, LAUNCH):
+        for name in (FILE, CONFIG, LAUNCH, WANTED, KEEPER, KEEPER_LOCK):
             (run_dir / name).unlink(missing_ok=True)
         shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
     return bool(found) or launch is not None
@@ -205,6 +216,8 @@ def pool_status(run_dir: Path, *, audit: bool = False, budget_s: float = _HELLO_
     launch = read_launch(run_dir)
     ranks = []
     for rank in state.ranks:
+        if rank.status == "left":
+            continue
         status = RankStatus(rank.rank, rank.identity, rank.pid, runs(rank.pid, rank.started))
         link = Link(rank, bytes.fromhex(state.key), state.kv_layout, "status", False, lambda epoch: None)
         try:
@@ -218,7 +231,8 @@ def pool_status(run_dir: Path, *, audit: bool = False, budget_s: float = _HELLO_
         finally:
             link.close()
         ranks.append(status)
-    return PoolStatus(run_dir, state, bool(launch and runs(launch["pid"], launch["started"])), ranks)
+    launcher_runs = bool(launch and runs(launch["pid"], launch["started"]))
+    return PoolStatus(run_dir, state, launcher_runs, ranks, keeper_status(run_dir))
 
 
 def find_mpiexec() -> str:
@@ -248,7 +262,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         prefix=prefix,
         name=config.name,
         key=secrets.token_hex(32),
-        epoch=time.time_ns() // 10**6 << 10,  # later starts have later epochs, whatever died in between
+        base=int((time.time() - _BASE_S) * 8) % 2**32,  # later starts have later epochs, whatever died in between
         layout=asdict(config.layout),
         dram_size=config.dram_size,
         file_size=config.file_size,
@@ -268,20 +282,19 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
 
 
 def _spawn(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
+    environment = _environment()
     tmp = run_dir / MPI_TMP
     tmp.mkdir(mode=0o700, exist_ok=True)
     environment |= {
         "TMPDIR": str(tmp),
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,tcp",  # its shared-memory transport leaves segments behind when a rank is killed
-        "OMP_NUM_THREADS": "1",
     }
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [mpiexec, "--oversubscribe", "--with-ft", "ulfm", "-n", str(config.ranks)]
     command += [sys.executable, "-m", "kvtool.pool.rank", "--config", str(run_dir / CONFIG)]
-    fd = os.open(run_dir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    fd = os.open(run_dir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=fd, stderr=fd, env=environment, start_new_session=True
@@ -297,6 +310,11 @@ def _spawn(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subp
     }
     write_private(run_dir / LAUNCH, json.dumps(launch))
     return process
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
+    return inherited | {"OMP_NUM_THREADS": "1"}
 
 
 def _await_ranks(config: PoolConfig, run_dir: Path, prefix: str, process: subprocess.Popen[bytes]) -> PoolHandle:

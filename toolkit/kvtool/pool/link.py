@@ -282,7 +282,7 @@ class Link:
             "name": f"{self._name} pid {os.getpid()}",
             "ucx": self.ucx,
         }
-        knock = Knock(self._key, claims, self.state.identity)
+        knock = Knock(self._key, claims, self.state.identity, self.state.incarnation)
         _, session, epoch = shake(sock, knock, deadline_s)
         self._on_epoch(epoch)
         return session

@@ -1,213 +1,350 @@
-"""Membership: who of the pool's ranks lives, and which epoch that makes.
+"""Membership on real clocks, links and files: drives the rules of `kv.membership` for one rank.
 
-Two things count as a death, and a lost link alone is not one of them: the process of a lost link has ended (on this
-host its pid and start time say so, milliseconds after the kernel closed its sockets; on another, nobody listens where
-it did), or Open MPI's ULFM reports it (it watches hosts as well). A link that was lost for any other reason, such as a
-peer that took our words for nonsense, is dialled again, by the lower of the two: were both to call each other dead,
-both would be the lowest live rank and write the state file.
+Ranks are linked with each other, the lower dials the higher; what the rules want said goes over those links, and what
+is heard on them is told to the rules. A rank without a link is looked for: has its process ended (on this host its
+pid and start time say so, milliseconds after the kernel closed its sockets), does its host refuse, or can it be
+dialled again? MPI is asked a few times a second.
 
-MPI is asked a few times a second without waiting; a blocking MPI call would spin on a whole core. The epoch is the
-start's plus the number of dead, so survivors that know the same dead agree without talking. The lowest live rank
-rewrites the state file.
-
-A hung rank is no dead one: it may go on. Ranks ping each other and report who does not answer; clients skip such a
-rank by themselves (circuit breaker) and placement stays as it is.
+The state file is written by the lowest rank of a host that serves and is not hung, and read by all of them once a
+second: ranks that cannot link (several replacements of a pool that died as a whole, each the first in its own view)
+find each other by it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kvtool.errors import ProtocolError
+from kvtool.errors import KvtoolError, ProtocolError
+from kvtool.kv.membership import Changed, Hung, Members, Ping, Publish, Retire, Seek, SendView
+from kvtool.kv.view import Entry, Status
+from kvtool.pool import wire
 from kvtool.pool.dial import Dialled, Dialler
 from kvtool.pool.loop import Connection, Loop
-from kvtool.pool.state import PoolState, runs, write_state
-from kvtool.pool.wire import Message, Op, Status
+from kvtool.pool.mpiwatch import MpiWatch
+from kvtool.pool.roster import entry_of, identity_of, pack_view, rank_of, ranks_of, unpack_view
+from kvtool.pool.state import PoolState, RankState, read_state, runs, write_state
+from kvtool.pool.wire import Message, Op
 
 log = logging.getLogger("kvtool.pool")
 
 MPI_POLL_S = 0.2
-PING_S = 1.0
-HUNG_S = 3.0
-SEEK_S, SEEK_MAX_S = 0.01, 1.0
-"""How soon, and at longest how often, a rank without a link is looked for."""
-
-
-class MpiWatch:
-    """Failure notices of ULFM, by polling. `communicator`: an `mpi4py.MPI.Comm` with ERRORS_RETURN."""
-
-    def __init__(self, communicator: Any) -> None:
-        self._comm = communicator
-        self._failed: set[int] = set()
-        self._told = False
-
-    def failed(self) -> set[int]:
-        """Ranks that MPI knows to have failed; never waits."""
-        from mpi4py import MPI
-
-        try:
-            self._comm.Iprobe()  # lets MPI make progress on its notices
-        except MPI.Exception:
-            pass  # a failed peer makes probing for any source an error
-        try:
-            group = self._comm.Get_failed()
-            count = group.Get_size()
-            if count > len(self._failed):
-                ranks = MPI.Group.Translate_ranks(group, range(count), self._comm.Get_group())
-                self._failed.update(int(rank) for rank in ranks)
-        except MPI.Exception as error:
-            if not self._told:
-                self._told = True  # once: this is asked five times a second
-                log.warning("mpi cannot tell who failed, sockets still do why=%r", str(error))
-        return self._failed
+FILE_POLL_S = 1.0
 
 
 @dataclass
 class _Peer:
-    """Another rank. Without a `link` it is looked for at `seek_at_s`, ever more slowly until one holds."""
-
     link: Connection | None = None
-    away_since_s: float = 0.0
-    seek_at_s: float = 0.0
-    seek_s: float = SEEK_S
+    record: bytes = b""
+    """Of the incarnation that the link leads to."""
     dialling: bool = False
 
 
 class Membership:
-    """This rank's view of all ranks. `state` is shared with whoever answers clients."""
+    """This rank's view of all ranks. `state` is shared with whoever answers clients; its ranks include this one.
 
-    def __init__(self, rank: int, state: PoolState, state_file: Path, watch: MpiWatch | None) -> None:
-        self.rank, self.state, self._file, self._watch = rank, state, state_file, watch
-        self._base_epoch = state.epoch
-        self._dead: set[int] = set()
-        now_s = time.monotonic()
-        self._peers = {r.rank: _Peer(None, now_s, now_s) for r in state.ranks if r.rank != rank}
-        self._pinged_s = self._polled_s = 0.0
+    `on_retire` is called, once, when this rank must end, with the reason.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        state: PoolState,
+        state_file: Path,
+        watch: MpiWatch | None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        mine = next(one for one in state.ranks if one.rank == rank)
+        self.rank, self.state = rank, state
+        self._pool = mine.identity.rpartition("/")[0]
+        self._file, self._watch, self._now_s = state_file, watch, now_s
+        self._host = mine.host
+        self.rules = Members(mine.identity, [entry_of(one) for one in state.ranks], state.base, now_s())
+        self._peers: dict[str, _Peer] = {}
+        self._stamp: tuple[int, int] | None = None
+        self._polled_s = self._looked_s = now_s()
         self.leaving = False
+        self.on_retire: Callable[[str], None] = lambda why: None
+        self._renew()
 
     @property
     def epoch(self) -> int:
         return self.state.epoch
 
     @property
+    def mine(self) -> RankState:
+        return rank_of(self.rules.mine)
+
+    @property
     def linked(self) -> list[int]:
         """Ranks that there is a link to."""
-        return sorted(rank for rank, peer in self._peers.items() if peer.link is not None)
+        return [self._number(identity) for identity in self.rules.linked_peers]
+
+    def hung(self, now_s: float) -> list[int]:
+        """Ranks that serve, as far as is known, and have not been heard of for too long."""
+        return [self._number(identity) for identity in self.rules.hung(now_s)]
 
     def connect(self, loop: Loop, key: bytes, fingerprint: str) -> None:
         """Link up with every higher rank, from `tick` on; the lower ones link up with us."""
         self._loop = loop
-        hello = {"fingerprint": fingerprint, "name": f"rank {self.rank}", "peer": self.rank}
+
+        def hello() -> dict[str, object]:
+            entry = pack_view([self.rules.mine])
+            return {"fingerprint": fingerprint, "name": f"rank {self.rank}", "peer": entry}
+
         self._dialler = Dialler(loop.post, key, hello)
 
-    def admit(self, link: Connection, rank: int) -> None:
-        """A lower rank introduces itself.
+    def admit(self, link: Connection, introduction: bytes) -> None:
+        """Another rank dialled us and says who it is: its own entry.
 
         Raises:
-            ProtocolError: it is not one that may.
+            ProtocolError: not one of this pool, or not any more.
         """
-        if not 0 <= rank < self.rank or rank in self._dead:
-            raise ProtocolError(f"rank {self.rank} wants links from live lower ranks, found one from rank {rank}")
-        old = self._peers[rank].link
-        self._set(rank, link)
-        self._peers[rank].seek_s = SEEK_S
-        if old is not None:  # whoever holds its other end shall notice, and dial again if it still needs one
-            old.peer_rank = None
-            old.loop.close(old, "replaced by a newer link")
+        entries, _ = unpack_view(introduction, self._pool)
+        if len(entries) != 1 or entries[0].identity == self.rules.identity:
+            raise ProtocolError(f"{self.rules.identity} wants links from other ranks that say who they are")
+        (entry,), now_s = entries, self._now_s()
+        known = self.rules.view.get(entry.identity)
+        if known is not None and known.order > entry.order:
+            link.send(Op.VIEW, 0, pack_view([known]))  # it may not know that it was replaced, or declared dead
+            if known.record != entry.record:
+                raise ProtocolError(
+                    f"{entry.identity} is incarnation {known.standing.incarnation} by now, "
+                    f"found incarnation {entry.standing.incarnation}"
+                )
+        self.rules.received([entry], now_s)
+        self._adopt(entry.identity, entry.record, link)
+        self._carry_out()
 
     def answered(self, link: Connection, message: Message) -> bool:
-        """Whether this message was an answer to one of ours."""
-        peer = self._peers.get(link.peer_rank) if link.peer_rank is not None else None
+        """Whether this message was between ranks; clients' requests are somebody else's."""
+        if link.peer_rank is None:
+            return False
+        identity = identity_of(self._pool, link.peer_rank)
+        peer = self._peers.get(identity)
         if peer is None or peer.link is not link:
             return False
-        if message.op is Op.HELLO and message.status is Status.REFUSED:
+        now_s = self._now_s()
+        self.rules.heard(identity, message.epoch, now_s)
+        if message.op is Op.VIEW and message.request == 0:
+            entries, whole = unpack_view(message.body, self._pool)
+            self.rules.received(entries, now_s, identity, whole)
+        elif message.op is Op.HELLO:
             log.warning("rank %s refused the link why=%r", link.peer_rank, message.body.decode(errors="replace"))
-            return True
-        return message.op is Op.PING and message.request == 0
+        elif not (message.op is Op.PING and message.request == 0):
+            self._carry_out()
+            return False
+        self._carry_out()
+        return True
 
     def closed(self, link: Connection) -> None:
         """A link is lost; what that means is found out in `tick`."""
-        peer = self._peers.get(link.peer_rank) if link.peer_rank is not None else None
+        if link.peer_rank is None:
+            return
+        identity = identity_of(self._pool, link.peer_rank)
+        peer = self._peers.get(identity)
         if peer is not None and peer.link is link:
-            peer.link, peer.away_since_s = None, time.monotonic()
-            peer.seek_at_s = peer.away_since_s
+            peer.link = None
+            self.rules.link_lost(identity, self._now_s())
             log.info("link lost rank=%d", link.peer_rank)
 
     def tick(self, now_s: float) -> float:
-        """Ask MPI, ping the others and look for those without a link when it is time; when to come again."""
+        """Ask MPI, look at the state file, and do what the rules want; when to come again."""
         if now_s - self._polled_s >= MPI_POLL_S:
             self._polled_s = now_s
-            if self._watch is not None:
-                for rank in sorted(self._watch.failed() - self._dead):
-                    self._died(rank, "MPI reported its failure")
-        if now_s - self._pinged_s >= PING_S:
-            self._pinged_s = now_s
-            for peer in self._peers.values():
-                if peer.link is not None:
-                    peer.link.send(Op.PING, 0)  # both sides send; hearing anything at all is the answer
-        due_s = self._polled_s + MPI_POLL_S
-        for rank, peer in self._peers.items():
-            if peer.link is None and rank not in self._dead:
-                if now_s >= peer.seek_at_s:
-                    self._seek(rank, peer, now_s)
-                due_s = min(due_s, peer.seek_at_s)
-        return due_s
+            for rank in self._watch.failed() if self._watch is not None else ():
+                self.rules.ended(identity_of(self._pool, rank), 1, "MPI reported its failure", now_s)
+        if now_s - self._looked_s >= FILE_POLL_S:
+            self._looked_s = now_s
+            self._look(now_s)
+        due_s = self.rules.tick(now_s)
+        self._carry_out()
+        return min(due_s, self._polled_s + MPI_POLL_S)
 
-    def hung(self, now_s: float) -> list[int]:
-        """Live ranks that have not been heard of for too long."""
-        heard_s = {rank: p.away_since_s if p.link is None else p.link.heard_s for rank, p in self._peers.items()}
-        return sorted(rank for rank, at_s in heard_s.items() if rank not in self._dead and now_s - at_s > HUNG_S)
+    def filled(self, share: float, now_s: float) -> None:
+        """How much of this rank's DRAM is in use: a newcomer takes more keys as it fills."""
+        self.rules.filled(share, now_s)
+        self._carry_out()
+
+    # What others ask for by message
+
+    def view(self, link: Connection, message: Message, now_s: float) -> None:
+        link.send(Op.VIEW, message.request, pack_view(self.rules.view.entries, whole=True))
+
+    def join(self, link: Connection, message: Message, now_s: float) -> None:
+        """A replacement or a new rank wants to be admitted; the answer is the view."""
+        entries, _ = unpack_view(message.body, self._pool)
+        if len(entries) != 1:
+            raise ProtocolError(f"join: wanted one entry, found {len(entries)}")
+        known = self.rules.view.get(entries[0].identity)
+        if known is not None and known.standing.serves:
+            self._is_gone(known, now_s)
+        refusal = self.rules.asked_to_join(entries[0], now_s)
+        if refusal:
+            link.refuse(message.request, Op.JOIN, refusal)
+        else:
+            link.send(Op.JOIN, message.request, pack_view(self.rules.view.entries, whole=True))
+        self._carry_out()
+
+    def drain(self, link: Connection, message: Message, now_s: float) -> None:
+        """Take nothing new from now on; with {"leave": true}, go for good. Blocks are moved by `pool.mover`, if there
+        is one; how many are left is in this rank's STATUS."""
+        wanted = wire.unpack_map(message.body)
+        self.rules.drain(now_s)
+        link.send(Op.DRAIN, message.request, wire.pack_map({"status": self.mine.status}))
+        if wanted.get("leave") is True:
+            self.rules.leave(now_s)
+        self._carry_out()
 
     def publish(self) -> None:
-        """Write the state file, if that is ours to do."""
-        live = [rank.rank for rank in self.state.ranks if rank.alive]
-        if live and live[0] == self.rank:
+        """Write the state file, if that is ours to do. A full disk is no reason to end: it is tried again."""
+        if not self.rules.publishes or self.leaving:
+            return
+        try:
+            self._learn_from_file()
+            self._renew()
             write_state(self._file, self.state)
+            found = self._file.stat()
+            self._stamp = (found.st_mtime_ns, found.st_ino)
+        except OSError as error:
+            log.warning("state file not written why=%r", str(error))
 
-    def _seek(self, rank: int, peer: _Peer, now_s: float) -> None:
+    # How
+
+    def _carry_out(self) -> None:
+        publish = False
+        while actions := self.rules.take_actions():
+            for action in actions:
+                match action:
+                    case SendView(to, entries, whole):
+                        self._send(to, Op.VIEW, pack_view(entries, whole))
+                    case Ping(to):
+                        self._send(to, Op.PING, b"")
+                    case Seek(entry, dial):
+                        self._seek(entry, dial)
+                    case Publish():
+                        publish = True
+                    case Changed(entry, how):
+                        self._changed(entry, how)
+                    case Hung(identity, hung):
+                        what = "does not answer" if hung else "answers again"
+                        log.warning("rank %s rank=%d", what, self._number(identity))
+                    case Retire(why):
+                        log.warning("rank retires rank=%d why=%r", self.rank, why)
+                        self.leaving = True
+                        self.on_retire(why)
+        if publish:
+            self.publish()
+
+    def _send(self, to: str, op: Op, body: bytes) -> None:
+        peer = self._peers.get(to)
+        if peer is not None and peer.link is not None:
+            peer.link.send(op, 0, body)
+
+    def _changed(self, entry: Entry, how: str) -> None:
+        self._renew()
+        standing = entry.standing
+        say = log.warning if standing.status is Status.DEAD else log.info
+        say(
+            "rank %s rank=%d incarnation=%d weight=%.3f how=%r epoch=%d",
+            standing.status.name.lower(), entry.number, standing.incarnation, standing.weight, how, self.epoch,
+        )  # fmt: skip
+        peer = self._peers.get(entry.identity)
+        if peer is not None and peer.link is not None and peer.record != entry.record:
+            self._drop(peer, "its rank was replaced")
+
+    def _renew(self) -> None:
+        self.state.ranks = ranks_of(self.rules.view.entries)
+        self.state.epoch = self.rules.epoch
+
+    def _look(self, now_s: float) -> None:
+        """Somebody else may have written the state file, or removed it."""
+        if self.leaving:
+            return
+        try:
+            found = self._file.stat()
+            if (found.st_mtime_ns, found.st_ino) == self._stamp:
+                return
+            self._stamp = (found.st_mtime_ns, found.st_ino)
+            if self._learn_from_file():
+                return
+        except FileNotFoundError:
+            if not self._file.parent.is_dir():
+                return
+        except OSError:
+            return
+        self.publish()
+
+    def _learn_from_file(self) -> bool:
+        """Whether the file says all that we know."""
+        try:
+            state = read_state(self._file)
+            if state.key != self.state.key:
+                return True  # another pool's by now
+            entries = [entry_of(rank) for rank in state.ranks]
+        except (KvtoolError, KeyError):
+            return False
+        self.rules.received(entries, self._now_s())
+        return not self.rules.view.beyond(entries)
+
+    def _is_gone(self, entry: Entry, now_s: float) -> bool:
+        state = rank_of(entry)
+        if entry.place != self._host or runs(state.pid, state.started):
+            return False
+        self.rules.ended(entry.identity, entry.standing.incarnation, "its process has ended", now_s)
+        return True
+
+    def _seek(self, entry: Entry, dial: bool) -> None:
         """Is it dead? If not, and the link is ours to make, dial."""
-        state = self.state.ranks[rank]
-        peer.seek_at_s = now_s + peer.seek_s
-        peer.seek_s = min(2 * peer.seek_s, SEEK_MAX_S)
-        local = state.host == self.state.ranks[self.rank].host
-        if local and not runs(state.pid, state.started):
-            self._died(rank, "its link closed and its process has ended")
-        elif not peer.dialling and (rank > self.rank or not local):
+        local, identity = entry.place == self._host, entry.identity
+        peer = self._peers.setdefault(identity, _Peer())
+        if (local and self._is_gone(entry, self._now_s())) or peer.dialling or not (dial or not local):
+            return
 
-            def ended(dialled: Dialled | None, error: Exception | None) -> None:
-                peer.dialling = False
-                self._dialled(rank, dialled, error, local)
+        def ended(dialled: Dialled | None, error: Exception | None) -> None:
+            peer.dialling = False
+            self._dialled(entry, dialled, error)
+            self._carry_out()
 
-            peer.dialling = self._dialler.dial(state, local, rank > self.rank, ended)
+        peer.dialling = self._dialler.dial(rank_of(entry), local, dial, ended)
 
-    def _dialled(self, rank: int, dialled: Dialled | None, error: Exception | None, local: bool) -> None:
-        peer = self._peers[rank]
+    def _dialled(self, entry: Entry, dialled: Dialled | None, error: Exception | None) -> None:
+        peer, now_s, local = self._peers[entry.identity], self._now_s(), entry.place == self._host
+        current = self.rules.view[entry.identity]
         if dialled is None:
-            if isinstance(error, ConnectionRefusedError) and not local and peer.link is None:
-                self._died(rank, "its link closed and nobody listens where it did")
-            else:
-                log.info("no link yet rank=%d why=%r", rank, str(error))
-        elif peer.link is not None or rank in self._dead or rank < self.rank:  # a lower one lives, and dials us itself
-            dialled.sock.close()
+            log.info("no link yet rank=%d why=%r", entry.number, str(error))
+            if local or peer.link is not None or current.record != entry.record:
+                return
+            if isinstance(error, ConnectionRefusedError):
+                self.rules.ended(entry.identity, entry.standing.incarnation, "its host refuses connections", now_s)
+            elif isinstance(error, OSError):
+                self.rules.unreachable(entry.identity, now_s)
+        elif dialled.session is None or peer.link is not None or current.record != entry.record:
+            dialled.sock.close()  # a lower one lives, and dials us itself
         else:
             link = self._loop.adopt(dialled.sock)
-            assert dialled.session is not None
             link.admit(dialled.session, client=True)
-            link.peer_rank, link.name, peer.seek_s = rank, f"rank {rank}", SEEK_S
-            self._set(rank, link)
+            link.name = f"rank {entry.number}"
+            self._adopt(entry.identity, entry.record, link)
 
-    def _set(self, rank: int, link: Connection) -> None:
-        link.peer_rank, self._peers[rank].link = rank, link
+    def _adopt(self, identity: str, record: bytes, link: Connection) -> None:
+        peer = self._peers.setdefault(identity, _Peer())
+        if peer.link is not None:  # whoever holds its other end shall notice, and dial again if it still needs one
+            self._drop(peer, "replaced by a newer link")
+        link.peer_rank, peer.link, peer.record = self._number(identity), link, record
+        self.rules.linked(identity, self._now_s())
 
-    def _died(self, rank: int, how: str) -> None:
-        if rank in self._dead or rank == self.rank or self.leaving:
-            return
-        self._dead.add(rank)
-        self.state.ranks[rank].alive = False
-        self.state.epoch = self._base_epoch + len(self._dead)
-        log.warning("rank died rank=%d how=%r epoch=%d", rank, how, self.epoch)
-        self.publish()
+    def _drop(self, peer: _Peer, why: str) -> None:
+        link = peer.link
+        assert link is not None
+        identity = identity_of(self._pool, link.peer_rank if link.peer_rank is not None else -1)
+        peer.link, link.peer_rank = None, None
+        link.loop.close(link, why)
+        self.rules.link_lost(identity, self._now_s())
+
+    @staticmethod
+    def _number(identity: str) -> int:
+        return int(identity.rpartition("/")[2])

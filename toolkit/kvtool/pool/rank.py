@@ -8,6 +8,7 @@ event loop until SIGTERM. Whatever it made it removes, and `kvtool pool down` re
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
 import os
@@ -15,13 +16,10 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mpi4py
-
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, Refused
 from kvtool.kv.copying import CopyLimits
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.replicate import Replicator
@@ -32,14 +30,16 @@ from kvtool.pool.directory import Directory, segment_size, slots_under
 from kvtool.pool.embedded import file_slots_in
 from kvtool.pool.filetier import Flush, close_file, open_file
 from kvtool.pool.loop import Connection, Loop
-from kvtool.pool.membership import Membership, MpiWatch
+from kvtool.pool.meeting import Joining, Meeting, MpiMeeting
+from kvtool.pool.membership import Membership
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.mover import Mover
+from kvtool.pool.names import CONFIG, LOG
 from kvtool.pool.service import Service
 from kvtool.pool.state import PoolState, RankState, started_at
 from kvtool.pool.tiers import Event, Tiers
-from kvtool.pool.wire import Message
-from kvtool.transfer.segment import Segment
+from kvtool.pool.wire import Message, Op
+from kvtool.transfer.segment import Segment, unlink_prefix
 
 if TYPE_CHECKING:
     from kvtool.transfer.files import BlockFile
@@ -48,21 +48,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvtool.pool")
 
 TICK_S = 0.2
-SWEEP_S = 2.0
+SWEEP_S = 1.0
 UCX_PROGRESS_S = 0.001
 
 
 class Rank:
     """All parts of one rank, wired up."""
 
-    def __init__(self, config: RankConfig, communicator: Any) -> None:
-        self.config = config
-        self.rank: int = communicator.Get_rank()
+    def __init__(self, config: RankConfig, meeting: Meeting) -> None:
+        self.config, self._meeting = config, meeting
+        self.rank, self.incarnation = meeting.rank, meeting.incarnation
+        self._lock = _only_one(Path(config.run_dir) / f"{config.prefix}-{self.rank}.lock", self.rank)
         self.layout = KVLayout(**config.layout)
         size = self.layout.block_size
         file_slots = file_slots_in(config.file_size, size)
         slots = slots_under(config.dram_size, size, file_slots)
-        self.segment = Segment.create(f"{config.prefix}-{self.rank}", segment_size(slots, size, file_slots))
+        name = f"{config.prefix}-{self.rank}.{self.incarnation}"
+        unlink_prefix(f"{config.prefix}-{self.rank}.")  # a killed predecessor's
+        self.segment = Segment.create(name, segment_size(slots, size, file_slots))
         self._swept_s = self._flush_until_s = 0.0
         self._flush: Flush | None = None
         self.copier: Copier | None = None
@@ -75,14 +78,14 @@ class Rank:
             if config.ucx:
                 from kvtool.transfer.ucx import UcxOwner
 
-                self.ucx = UcxOwner(f"{config.prefix}-{self.rank}", self.segment.view)
+                self.ucx = UcxOwner(name, self.segment.view)
             through = config.write == "through"
             store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s, through)
             memory = SlotMemory(self.segment.view, slots, size)
             directory = Directory(self.segment.view[SlotMemory.size(slots, size) :], slots + file_slots)
             self.tiers = Tiers(store, memory, self.files, self._post, directory)
             self._recover()
-            self._serve(communicator)
+            self._serve()
         except BaseException:
             self.clean_up()
             raise
@@ -93,26 +96,31 @@ class Rank:
         if blocks:
             log.info("blocks recovered rank=%d blocks=%d seconds=%.3f", self.rank, blocks, time.monotonic() - began_s)
 
-    def _serve(self, communicator: Any) -> None:
+    def _serve(self) -> None:
         key = bytes.fromhex(self.config.key)
         self.loop = Loop(lambda: self.members.epoch, self._opened, self._message, self._closed, self._pass)
         self.loop.listen_unix(self._unix)
         host, port = self.loop.listen_tcp(self.config.host)
         mine = self._state(host, port)
-        everyone = communicator.allgather(asdict(mine))
-        ranks = [RankState(**{**rank, "tcp": tuple(rank["tcp"])}) for rank in everyone]
+        ranks = self._meeting.meet(mine)
         state = PoolState(
-            self.config.epoch,
+            0,
             self.config.key,
             self.config.prefix,
             self.config.layout,
             self.layout.block_size,
             self.config.lease_term_s,
             ranks,
+            self.config.base,
         )
-        self.members = Membership(self.rank, state, Path(self.config.state_file), MpiWatch(communicator))
+        self.members = Membership(self.rank, state, Path(self.config.state_file), self._meeting.watch)
+        self.members.on_retire = lambda why: self._stop(0, None)
         self.service = Service(self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report)
         self.service.on_peer = self.members.admit
+        for op, handler in (
+            (Op.VIEW, self.members.view), (Op.JOIN, self.members.join), (Op.DRAIN, self.members.drain),
+        ):  # fmt: skip
+            self.service.serve(op, handler)
         self._copy(state)
 
     def _copy(self, state: PoolState) -> None:
@@ -142,8 +150,10 @@ class Rank:
             file_slots=store.files.count,
             pid=os.getpid(),
             started=started_at(os.getpid()) or 0,
-            ucx_name=f"{self.config.prefix}-{self.rank}" if metadata else "",
+            ucx_name=self.segment.name if metadata else "",
             ucx_metadata=metadata.hex(),
+            incarnation=self.incarnation,
+            status="joining" if self._meeting.alone and not store.files.used else "live",
         )
 
     def run(self) -> None:
@@ -213,8 +223,9 @@ class Rank:
             due_s = due_s if part_due_s is None else min(due_s, part_due_s)
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
-            if not Path(self.config.run_dir).is_dir():  # nobody can find or stop this pool any more
-                log.warning("rank stops, its run directory is gone rank=%d", self.rank)
+            self.members.filled(self.tiers.store.dram.used / self.tiers.store.dram.count, now_s)
+            if not Path(self.config.run_dir, CONFIG).exists():  # nobody can find or stop this pool any more
+                log.warning("rank stops, its pool is gone from its run directory rank=%d", self.rank)
                 self._stop(0, None)
         if self._flush is not None:
             due_s = min(due_s, self._leave(self._flush, now_s))
@@ -228,6 +239,7 @@ class Rank:
         return {
             "rank": self.rank,
             "identity": f"{self.config.name}/{self.rank}",
+            "incarnation": self.members.rules.mine.standing.incarnation,
             "lease_term_s": self.config.lease_term_s,
         }
 
@@ -236,6 +248,9 @@ class Rank:
         return {
             "rank": self.rank,
             "epoch": self.members.epoch,
+            "incarnation": self.members.mine.incarnation,
+            "status": self.members.mine.status,
+            "weight": self.members.mine.weight,
             "pid": os.getpid(),
             "clients": sum(c.admitted and c.peer_rank is None for c in self.loop.connections.values()),
             "dead": [rank.rank for rank in self.members.state.ranks if not rank.alive],
@@ -247,25 +262,60 @@ class Rank:
         }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvtool.pool.rank", description="One rank of a KV pool.")
-    parser.add_argument("--config", type=Path, required=True, help="rank configuration, as written by kvtool pool up")
-    config = RankConfig(**json.loads(parser.parse_args(arguments).config.read_text()))
+def _only_one(path: Path, rank: int) -> int:
+    """Nobody else is this rank while this process lives; the kernel ends that with it.
+
+    Raises:
+        Refused: another process is.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Refused(f"rank {rank} runs already: another process holds {path}") from None
+    return fd
+
+
+def _log_to(config: RankConfig) -> None:
+    """Into the pool's log itself: mpiexec, which would pass our words on, may die before us."""
     logging.basicConfig(
-        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(process)d %(message)s"
+        level=config.log_level,
+        filename=Path(config.run_dir) / LOG,
+        format="%(asctime)s %(levelname)s %(name)s %(process)d %(message)s",
     )
+
+
+def _by_mpi() -> MpiMeeting:
+    import mpi4py
+
     mpi4py.rc.thread_level = "funneled"
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     world.Set_errhandler(MPI.ERRORS_RETURN)
+    return MpiMeeting(world)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvtool.pool.rank", description="One rank of a KV pool.")
+    parser.add_argument("--config", type=Path, required=True, help="rank configuration, as written by kvtool pool up")
+    parser.add_argument("--join", type=int, metavar="RANK", help="join the running pool as this rank, without MPI")
+    given = parser.parse_args(arguments)
+    config = RankConfig(**json.loads(given.config.read_text()))
+    _log_to(config)
+    number = given.join
     try:
-        rank = Rank(config, world)
+        meeting: Meeting = _by_mpi() if number is None else Joining(config, number)
+        number = meeting.rank
+        rank = Rank(config, meeting)
     except KvtoolError as error:
-        print(f"rank {world.Get_rank()}: {error}", file=sys.stderr, flush=True)
+        print(f"rank {number}: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
-    except MPI.Exception as error:
-        print(f"rank {world.Get_rank()}: another rank failed to start ({error})", file=sys.stderr, flush=True)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "mpi4py":
+            raise
+        print(f"rank {number}: another rank failed to start ({error})", file=sys.stderr, flush=True)
         os._exit(1)
     code = 0
     try:

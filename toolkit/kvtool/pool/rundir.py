@@ -1,8 +1,10 @@
 """A pool's run directory: what is in it, whose turn it is there, and what must not be left behind.
 
     run_dir/            mode 0700
-      rank.json           what the ranks are told (0600: it holds the pool's key)
+      rank.json           what the ranks are told (0600: it holds the pool's key); those that find it gone end
       launch.json         mpiexec's pid and start time, and the prefix of every name that the pool makes
+      wanted.json         which ranks there shall be: what the keeper goes by
+      keeper.json         the keeper's pid, and what it did; keeper.lock: there is one at most
       pool.json           written by the ranks: where they are (0600)
       pool.log            what ranks and mpiexec said; outlives the pool, and carries the lock
       PREFIX-N.sock       control sockets; PREFIX-N under /dev/shm: segments
@@ -24,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.errors import PoolUnavailable, Refused
+from kvtool.pool.names import CONFIG, LAUNCH, LOG
+from kvtool.pool.names import MPI_TMP as MPI_TMP
 from kvtool.pool.state import FILE, runs, started_at
 from kvtool.transfer.segment import unlink_prefix
 
-LAUNCH, CONFIG, LOG, MPI_TMP = "launch.json", "rank.json", "pool.log", "mpi"
 _POLL_S = 0.02
 
 
@@ -82,17 +85,18 @@ def _take(fd: int) -> bool:
 
 def pool_runs(run_dir: Path) -> bool:
     launch = read_launch(run_dir)
-    return bool(launch and runs(launch["pid"], launch["started"])) or bool(rank_processes(run_dir))
+    launcher_runs = bool(launch and runs(launch["pid"], launch["started"]))
+    return launcher_runs or bool(rank_processes(run_dir) or keeper_processes(run_dir))
 
 
 def read_launch(run_dir: Path) -> dict[str, Any] | None:
     """The launcher's note; None when there is none."""
-    return _read_json(run_dir / LAUNCH)
+    return read_json(run_dir / LAUNCH)
 
 
 def named(run_dir: Path) -> dict[str, Any] | None:
     """`prefix` and `file_dir` of the pool that is or was here; a launcher may have died before it left its note."""
-    return read_launch(run_dir) or _read_json(run_dir / CONFIG)
+    return read_launch(run_dir) or read_json(run_dir / CONFIG)
 
 
 def untouched(run_dir: Path) -> bool:
@@ -112,7 +116,17 @@ def tail(run_dir: Path, lines: int = 12) -> str:
 
 def rank_processes(run_dir: Path) -> list[tuple[int, int]]:
     """(pid, start) of every rank with this run directory's configuration, whoever its parent is by now."""
-    mark = f"kvtool.pool.rank\0--config\0{run_dir / CONFIG}\0".encode()
+    return processes_with(f"kvtool.pool.rank\0--config\0{run_dir / CONFIG}\0")
+
+
+def keeper_processes(run_dir: Path) -> list[tuple[int, int]]:
+    """(pid, start) of the keepers of this run directory: one, or none."""
+    return processes_with(f"kvtool.pool.keeper\0{run_dir}\0")
+
+
+def processes_with(arguments: str) -> list[tuple[int, int]]:
+    """(pid, start) of those who have these `arguments` on their command line, each ended by a zero byte."""
+    mark = arguments.encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -129,18 +143,19 @@ def rank_processes(run_dir: Path) -> list[tuple[int, int]]:
 def remove_names(run_dir: Path, prefix: str) -> None:
     """Segments and sockets of the pool with this prefix. Its block files stay, for the next one."""
     unlink_prefix(prefix)
-    for path in run_dir.glob(f"{prefix}-*.sock"):
-        path.unlink(missing_ok=True)
+    for pattern in (f"{prefix}-*.sock", f"{prefix}-*.lock"):
+        for path in run_dir.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def flush_s(run_dir: Path) -> float:
     """How long the ranks of the pool that runs here may take to write their memory to files when they stop."""
-    config = _read_json(run_dir / CONFIG) or {}
+    config = read_json(run_dir / CONFIG) or {}
     found = config.get("flush_s", 0.0)
     return float(found) if isinstance(found, (int, float)) else 0.0
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -75,7 +75,7 @@ class Service:
         self._puts: list[_WaitingPut] = []
         self._names: dict[int, str] = {OWNER: "this rank"}
         self._commits: list[_WaitingCommit] = []
-        self.on_peer: Callable[[Connection, int], None] = lambda connection, rank: None
+        self.on_peer: Callable[[Connection, bytes], None] = lambda connection, introduction: None
         self.ucx_wanted_until_s = 0.0
         self.copier: Copier | None = None
         self.touched = 0
@@ -96,12 +96,16 @@ class Service:
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
         }
 
+    def serve(self, op: Op, handler: Callable[[Connection, Message, float], None]) -> None:
+        """Have `handler` answer messages of that kind."""
+        self._handlers[op] = handler
+
     # Connections
 
     def opened(self, connection: Connection) -> None:
         """Greet: who we are, and the nonce that the peer must prove the key with."""
         me = self._welcome()
-        connection.door = Door(me["identity"], me.get("incarnation", 0))
+        connection.door = Door(me["identity"], me.get("incarnation", 1))
         connection.send(Op.HELLO, 0, connection.door.greeting)
 
     def message(self, connection: Connection, message: Message) -> None:
@@ -132,6 +136,12 @@ class Service:
             raise ProtocolError("the peer does not know the pool's key; use the state file of the running pool")
         if hello.get("to", me["identity"]) != me["identity"]:
             raise ProtocolError(f"the peer means to talk to {str(hello['to'])[:200]}, this is {me['identity']}")
+        incarnation = me.get("incarnation", 1)
+        if hello.get("incarnation", incarnation) != incarnation:
+            raise ProtocolError(
+                f"the peer means to talk to incarnation {str(hello['incarnation'])[:20]} of {me['identity']}, "
+                f"this is {incarnation}; read the state file again"
+            )
         if hello.get("fingerprint", self._fingerprint) != self._fingerprint:
             connection.refuse(
                 message.request,
@@ -151,7 +161,7 @@ class Service:
         connection.door = None
         connection.admit(session)
         peer = hello.get("peer")
-        if isinstance(peer, int):
+        if isinstance(peer, bytes):
             self.on_peer(connection, peer)
 
     def closed(self, connection: Connection) -> None:

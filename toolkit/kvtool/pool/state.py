@@ -1,7 +1,7 @@
-"""The state file: where a pool's ranks are, and what it takes to talk to them. And how a process is told apart.
+"""The state file: where a pool's ranks are, and what it takes to talk to them.
 
 `run_dir/pool.json`, mode 0600, since it holds the pool's key. Always replaced whole, so a reader sees one state or
-the next. Processes are named by pid and start time: a pid alone may be somebody else's by now.
+the next.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 
 from kvtool.errors import PoolUnavailable, ProtocolError
 from kvtool.kv.layout import KVLayout
+from kvtool.pool.names import STATE
+from kvtool.pool.process import runs as runs
+from kvtool.pool.process import started_at as started_at
 
-FILE = "pool.json"
-SCHEMA = 1
+FILE = STATE
+SCHEMA = 2
 
 
 @dataclass
@@ -41,11 +44,17 @@ class RankState:
     """Hex; empty when the rank has no UCX."""
     alive: bool = True
     weight: float = 1.0
+    incarnation: int = 1
+    """How often a process was this rank: an endpoint is an identity and an incarnation."""
+    status: str = "live"
+    """A `kv.view.Status` in small letters; `alive` and `weight` follow from it and from `step`."""
+    step: int = 0
 
 
 @dataclass
 class PoolState:
-    """`epoch` grows with every change of who is alive, and from one start of a pool to the next."""
+    """`epoch` grows with every change of a rank's standing, and from one start of a pool to the next: its count starts
+    at `base` (see `kv.view`). `ranks` ascend, and include the dead and those that left."""
 
     epoch: int
     key: str
@@ -54,6 +63,7 @@ class PoolState:
     slot_size: int
     lease_term_s: float
     ranks: list[RankState] = field(default_factory=list)
+    base: int = 0
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -97,17 +107,3 @@ def read_state(path: Path) -> PoolState:
         return PoolState(ranks=ranks, **raw)
     except (TypeError, KeyError, IndexError) as error:
         raise ProtocolError(f"{path}: not a pool's state ({error}); restart the pool") from None
-
-
-def started_at(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None when there is no such process, or it is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def runs(pid: int, started: int) -> bool:
-    """Whether the process that was `pid` when it started at `started` still runs."""
-    return started_at(pid) == started

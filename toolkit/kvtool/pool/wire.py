@@ -51,6 +51,9 @@ class Op(IntEnum):
     STATUS = 10
     AUDIT = 11
     PING = 12
+    VIEW = 13
+    JOIN = 14
+    DRAIN = 15
     TOUCH = 30
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
