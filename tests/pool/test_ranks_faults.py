@@ -222,7 +222,7 @@ def test_a_slot_is_not_freed_by_a_lost_connection_while_its_client_still_writes(
     answers, _ = wire.unpack_grants(link.call(wire.Op.RESERVE, wants, time.monotonic() + 5))
     assert [answer.grant for answer in answers] == [Grant.GRANTED]
     link._sock.sendall(b"nonsense" * 8)
-    until(lambda: link._look() or not link.connected, 3, "the rank hangs up")
+    until(lambda: link.look() or not link.connected, 3, "the rank hangs up")
     assert {kind for _, kind in held(pool.run_dir)} <= {"reservation", "quarantine"} and not clean(pool.run_dir)
     link.end_writing()
     until(lambda: clean(pool.run_dir), 3, "the slot is free when the writer is done")

@@ -292,4 +292,5 @@ class StoreCounts:
     expired: int = 0
     """Transient blocks whose time was up."""
     dropped: int = 0
+    deleted: int = 0
     leases_lapsed: int = 0

@@ -214,6 +214,16 @@ class Store(Sources):
             count += 1
         return count
 
+    def has(self, keys: Iterable[BlockKey]) -> bytes:
+        """1 for each of `keys` that is resident, else 0. Leaves no trace, as `match`."""
+        find, reserved = self._index.get, State.RESERVED
+        return bytes((entry := find(key)) is not None and entry.state is not reserved for key in keys)
+
+    def filed(self, key: BlockKey) -> bool:
+        """Whether a resident block would have to come from its file."""
+        entry = self._index.get(key)
+        return entry is not None and entry.state in (State.FILED, State.PROMOTING)
+
     def begin_read(self, read: ReadId, keys: list[BlockKey], now_s: float, wait_s: float = 0.0) -> Reading:
         """Lease the leading run of `keys`. Until `done`, call `advance` when anything moved, for `wait_s` at most."""
         reading = Reading(self.leases.grant(read, now_s, wait_s), keys)
@@ -314,6 +324,18 @@ class Store(Sources):
                 self._forget(entry, "dropped", now_s)
                 count += 1
         self.counts.dropped += count
+        return count
+
+    def delete(self, keys: Iterable[BlockKey], now_s: float) -> int:
+        """Forget blocks of any kind, in both tiers; how many went. Who holds a lease reads on to its end. What is
+        being written is not there yet, and stays."""
+        count = 0
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is not None and entry.state is not State.RESERVED:
+                self._forget(entry, "deleted", now_s)
+                count += 1
+        self.counts.deleted += count
         return count
 
     def corrupt(self, key: BlockKey, slot: int, generation: int, now_s: float) -> bool:

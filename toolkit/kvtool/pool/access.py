@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from kvtool.errors import KvtoolError, PoolUnavailable, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Path
+from kvtool.pool.breaker import Breaker
 from kvtool.pool.link import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
+from kvtool.pool.pace import Answers
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Op, pack_aborts
 from kvtool.transfer.segment import Segment
@@ -115,6 +117,9 @@ class Access:
         self.state, self.link = state, link
         self._now_s = now_s
         self.path: Path | None = None
+        self.answers = Answers()
+        self.transfers, self.files = Breaker(), Breaker()
+        """Of the UCX path to the rank, and of its file tier."""
         self.memory: SlotMemory | None = None
         """Mapped for reading."""
         self.peer = f"{state.identity}:{state.pid}:{state.started}"
@@ -135,7 +140,11 @@ class Access:
         Raises:
             Unavailable: the rank does not answer.
         """
-        if self.path is Path.SHM or (self.path is Path.UCX and self._door.reader.connected(self.peer)):
+        if self.path is Path.SHM:
+            return self.path
+        if self.link.ucx and not self.transfers.allows(self._now_s()):
+            return None
+        if self.path is Path.UCX and self._door.reader.connected(self.peer):
             return self.path
         if not self._lock.acquire(timeout=max(0.0, deadline_s - self._now_s())):
             raise Unavailable(f"rank {self.state.rank} is being connected to and does not answer")
@@ -186,7 +195,11 @@ class Access:
             return None
         self.link.call(Op.PING, b"", deadline_s)  # the rank makes progress for those whom it heard of lately
         reader = self._door.reader
-        reader.connect(self.peer, bytes.fromhex(self.state.ucx_metadata), deadline_s)
+        try:
+            reader.connect(self.peer, bytes.fromhex(self.state.ucx_metadata), deadline_s)
+        except Unavailable:
+            self.transfers.bad(self._now_s())
+            raise
         self.path = Path.UCX
         return self.path
 

@@ -1,17 +1,19 @@
-"""What a pool is to its callers: match, read under leases, write in two phases.
+"""What a pool is to its callers: match, read under leases or into buffers, write in two phases.
 
 `PoolClient` (ranks over sockets, shared memory and UCX), and `EmbeddedPool` (the same rules in this process) stand
-behind it. All calls are thread-safe, bounded by `budget_s`, and never raise for a missing, slow or dead rank: what
-could not be had in time is a miss, counted with its reason. They raise only for misuse.
+behind it; `AsyncPoolClient` has the same calls to await. All calls take batches, are thread-safe, bounded by
+`budget_s`, and never raise for a missing, slow or dead rank: what could not be had in time is a miss, counted with its
+reason. They raise only for misuse.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.retention import DEFAULT, Retention
@@ -67,20 +69,99 @@ class Read(Protocol):
     ) -> None: ...
 
 
+class Cancelling(Protocol):
+    """Says whether to stop: a `Cancel`, a threading.Event, or anything like it. Looked at between the parts of a call;
+    what was read by then is whole, the rest is a miss with the reason "cancelled"."""
+
+    def is_set(self) -> bool: ...
+
+
+class Cancel:
+    """A `Cancelling`; from any thread."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """What came of one key of a `get_into`. A miss has no tier and no path, and a `reason`; what its buffer holds then
+    is nobody's block."""
+
+    size: int = 0
+    """Bytes written to the buffer."""
+    tier: Tier | None = None
+    path: Path | None = None
+    reason: str = ""
+
+    @property
+    def hit(self) -> bool:
+        return self.tier is not None
+
+
+@dataclass(frozen=True)
+class GetResult:
+    """Of a `get_into`, in the order of its keys. `count`: how many leading blocks are there, whole and checked.
+
+    `held`: positions whose registered buffer a hung rank may still write to (see `register`); leave it alone until its
+    handle says that it is free.
+    """
+
+    blocks: Sequence[Got]
+    count: int
+    held: Sequence[int] = ()
+
+    @property
+    def hits(self) -> int:
+        return sum(got.tier is not None for got in self.blocks)
+
+
+ONE_BLOCK = frozenset(("corrupt", "lapsed", "too_small", "held"))
+"""Reasons for the miss of one block; those behind it in a leading run may be there or not, and count as absent."""
+
+
+@functools.lru_cache(256)
+def hit_of(size: int, filed: bool, path: Path) -> Got:
+    return Got(size, Tier.FILE if filed else Tier.DRAM, path)
+
+
+def leading_run(blocks: Sequence[Got]) -> int:
+    return next((at for at, got in enumerate(blocks) if got.tier is None), len(blocks))
+
+
+def finished(got: Sequence[Got | None], reason: str) -> list[Got]:
+    """What was never come to (None) is a miss for the reason that the run ended."""
+    rest, next_ = Got(reason="absent" if reason in ONE_BLOCK else reason), Got(reason=reason)
+    whole = []
+    for one in got:
+        whole.append(next_ if one is None else one)
+        next_ = rest if one is None or one.tier is None else next_
+    return whole
+
+
 @dataclass(frozen=True)
 class Put:
     """One block to store. `parent` is the key before it in the chain (None for the first): eviction is leaf-first.
 
+    `fill` writes the bytes; or they are `data`, which is quicker: copied and hashed in one pass.
     `transient_s`: forget it after that many seconds, and never write it to files: a hand-off's trailing partial block.
     `retention`: priority, pin and copies; how they count is for the rank to decide.
     """
 
     key: BlockKey
     size: int
-    fill: Fill
+    fill: Fill | None
     parent: BlockKey | None = None
     transient_s: float | None = None
     retention: Retention = DEFAULT
+    data: memoryview | None = None
+    """Flat bytes, `size` of them."""
 
 
 class Outcome(str, Enum):
@@ -112,7 +193,32 @@ class PoolCounts:
     """By outcome, and "stored/shm" by path."""
     bytes_put: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
-    """By reason: absent, rank_down, timeout, corrupt, lapsed, full."""
+    """By reason: absent, rank_down, timeout, corrupt, lapsed, full, cancelled, too_long (for one lease), too_small (the
+    buffer), held (its buffer)."""
+    blocks_asked: int = 0
+    """By reads of either kind: the one denominator. Each block asked for is in `hits` once or in `misses` once."""
+    hits: dict[str, int] = field(default_factory=dict)
+    """By tier."""
+    tokens_per_block: int = 0
+    breakers: dict[str, str] = field(default_factory=dict)
+    """What is not asked now, and why it would be: "pool/0 ucx" -> "open", "half-open"; closed ones are left out."""
+    breaks: dict[str, int] = field(default_factory=dict)
+    """How often each opened."""
+    hedges: dict[str, int] = field(default_factory=dict)
+    """Second owners asked since the first was slow: "asked", and "won" by the second."""
+
+    @property
+    def tokens_asked(self) -> int:
+        return self.blocks_asked * self.tokens_per_block
+
+    @property
+    def tokens_hit(self) -> int:
+        return sum(self.hits.values()) * self.tokens_per_block
+
+    @property
+    def hit_rate(self) -> float:
+        """Blocks that were served over blocks asked for; 0 when none were."""
+        return sum(self.hits.values()) / self.blocks_asked if self.blocks_asked else 0.0
 
 
 class Pool(Protocol):
@@ -120,8 +226,29 @@ class Pool(Protocol):
         """How many leading `keys` are resident. Grants nothing, renews nothing."""
         ...
 
+    def exists(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> list[bool]:
+        """Which of `keys` are resident, each on its own. Grants nothing, renews nothing."""
+        ...
+
     def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> Read:
-        """Lease, fetch and verify the leading run of `keys` that is resident."""
+        """Lease, fetch and verify the leading run of `keys` that is resident; no more than can be verified in half a
+        lease term (the rest is a miss, "too_long": use `get_into`, or read on from there)."""
+        ...
+
+    def get_into(
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Any],
+        budget_s: float = 2.0,
+        *,
+        leading: bool = True,
+        cancel: Cancelling | None = None,
+    ) -> GetResult:
+        """Copy blocks into `buffers`, one for each of `keys`, and check the copies; as many parts as that takes.
+
+        `leading`: the run from the first key, up to the first that is not there; else every key that is there. The
+        buffer of a miss may have been written to. Raises ValueError or TypeError for what is no writable buffer.
+        """
         ...
 
     def write(self, blocks: Sequence[Put], budget_s: float = 2.0) -> list[PutResult]:
@@ -130,6 +257,10 @@ class Pool(Protocol):
 
     def drop(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
         """Forget transient blocks early; how many went. Blocks under a lease go when it ends."""
+        ...
+
+    def delete(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> int:
+        """Forget blocks of any kind, in every tier; how many went. Readers under a lease read on to its end."""
         ...
 
     def alive(self) -> bool:

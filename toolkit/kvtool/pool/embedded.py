@@ -18,27 +18,43 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from kvtool.clock import Clock, SystemClock
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
-from kvtool.kv.record import Commit, Grant, Granted, Hit, Holding, Want
+from kvtool.kv.record import Grant, Granted, Hit, Holding, Want
 from kvtool.kv.store import Store
-from kvtool.pool.base import BlockView, Outcome, Path, PoolCounts, Put, PutResult, Tier
+from kvtool.pool.base import (
+    BlockView,
+    Cancelling,
+    GetResult,
+    Got,
+    Outcome,
+    Path,
+    PoolCounts,
+    Put,
+    PutResult,
+    Tier,
+    finished,
+    hit_of,
+    leading_run,
+)
+from kvtool.pool.buffers import Room, rooms_of
 from kvtool.pool.filetier import WRITE, Flush, close_file
+from kvtool.pool.filling import BATCH, fill_room, outcome_of, refusal
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.reading import Counting, Held, Placed, PoolRead
 from kvtool.pool.tiers import Event, Tiers
+from kvtool.pool.verbs import Verbs, lengths_match
 from kvtool.transfer.checksum import checksum
 
-BATCH = 32
-"""Blocks reserved at a time: a put longer than the pool must not evict its own head before that is written."""
 RECHECK_S = 0.02
 DURABLE_WAIT_S, FLUSH_S = 1.0, 5.0
 _OWNER = 1
 
 
-class EmbeddedPool:
+class EmbeddedPool(Verbs):
     """A `pool.base.Pool` of `dram_size` bytes of memory and `file_size` bytes of files in `file_dir`.
 
     `file_path`: a block file that outlives this pool, with what it holds; else a temporary one in `file_dir` that is
@@ -75,7 +91,7 @@ class EmbeddedPool:
         self._memory = SlotMemory(memoryview(self._map), slots, layout.block_size)
         self._changed = threading.Condition()
         self._reads = itertools.count(1)
-        self._counting = Counting()
+        self._counting = Counting(layout.block_tokens)
         self._closed = self._carrying = False
         self._events: deque[Event] = deque()
         self._file_dir = file_dir
@@ -110,15 +126,82 @@ class EmbeddedPool:
             self._tick()
             return self._store.match(keys)
 
-    def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> PoolRead:
-        until_s = time.monotonic() + budget_s
+    def exists(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> list[bool]:
         with self._changed:
             if self._closed:
-                self._counting.missed("rank_down", len(keys))
-                return PoolRead([], [], [])
+                return [False] * len(keys)
+            self._tick()
+            return [bool(there) for there in self._store.has(keys)]
+
+    def read(self, keys: Sequence[BlockKey], budget_s: float = 2.0, *, cancel: Cancelling | None = None) -> PoolRead:
+        until_s = time.monotonic() + budget_s
+        hits, held, reason = self._lease(keys, until_s, cancel)
+        blocks = self._verified(hits)
+        self._counting.read(blocks, len(keys), reason if len(blocks) == len(hits) else "corrupt")
+        return PoolRead(blocks, [Placed(held, hit.slot, hit.generation) for hit in hits[: len(blocks)]], [held])
+
+    def get_into(
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Any],
+        budget_s: float = 2.0,
+        *,
+        leading: bool = True,
+        cancel: Cancelling | None = None,
+    ) -> GetResult:
+        lengths_match(keys, buffers)
+        rooms, until_s = rooms_of(buffers), time.monotonic() + budget_s
+        got: list[Got | None] = [None] * len(keys)
+        left, reason = list(range(len(keys))), "absent"
+        if not leading:
+            left = self._there(keys)
+        while left:
+            hits, held, reason = self._lease([keys[position] for position in left], until_s, cancel)
+            whole = 0
+            for position, hit in zip(left, hits, strict=False):
+                got[position] = one = self._copied(hit, rooms[position])
+                whole += one.hit
+                if leading and not one.hit:
+                    break
+            held.release()
+            behind = left[len(hits) :]
+            if (whole < len(hits) and leading) or not (whole and reason == "full"):
+                break
+            left = behind  # the pool is smaller than the batch
+        result = finished(got, reason if leading else "absent")
+        self._counting.got(result)
+        return GetResult(result, leading_run(result))
+
+    def _there(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Where `keys` are that are resident, those in memory first: they should not wait for a file."""
+        with self._changed:
+            if self._closed:
+                return []
+            self._tick()
+            there = [position for position, is_there in enumerate(self._store.has(keys)) if is_there]
+            return sorted(there, key=lambda position: self._store.filed(keys[position]))
+
+    def _copied(self, hit: Hit, room: Room) -> Got:
+        if hit.length > room.size:
+            return Got(reason="too_small")
+        if room.fill(self._memory.slot(hit.slot, hit.length), hit.key) != hit.checksum:
+            self._corrupt(hit)
+            return Got(reason="corrupt")
+        return hit_of(hit.length, hit.filed, Path.EMBEDDED)
+
+    def _lease(
+        self, keys: Sequence[BlockKey], until_s: float, cancel: Cancelling | None = None
+    ) -> tuple[list[Hit], Held, str]:
+        """The leading run of `keys` under a lease, and why it ends."""
+        if cancel is not None and cancel.is_set():
+            return [], Held(0.0, self._clock.now_s, None, lambda: None), "cancelled"
+        with self._changed:
+            if self._closed:
+                return [], Held(0.0, self._clock.now_s, None, lambda: None), "rank_down"
             now_s = self._tick()
             read_id = (_OWNER, next(self._reads))
-            reading = self._store.begin_read(read_id, list(keys), now_s, wait_s=budget_s)
+            wait_s = max(0.0, until_s - time.monotonic())
+            reading = self._store.begin_read(read_id, list(keys), now_s, wait_s=wait_s)
             moved = self._carry_out()
             deadline_s = now_s + self._store.leases.term_s
             while not (reading.done or self._closed) and (moved or self._changed.wait(until_s - time.monotonic())):
@@ -127,14 +210,7 @@ class EmbeddedPool:
             late = not reading.done
             hits = self._store.finish_read(reading, self._clock.now_s())
             held = Held(deadline_s, self._clock.now_s, self._memory.generations, lambda: self._release(read_id))
-        blocks = self._verified(hits)
-        self._counting.read(blocks)
-        if len(blocks) == len(hits):
-            self._counting.missed("timeout" if late else "full" if reading.full else "absent", len(keys) - len(hits))
-        else:
-            self._counting.missed("corrupt", 1)
-            self._counting.missed("absent", len(keys) - len(blocks) - 1)
-        return PoolRead(blocks, [Placed(held, hit.slot, hit.generation) for hit in hits[: len(blocks)]], [held])
+        return hits, held, "timeout" if late else "full" if reading.full else "absent"
 
     def _verified(self, hits: Sequence[Hit]) -> list[BlockView]:
         """The leading blocks whose bytes are theirs; one that is not is quarantined."""
@@ -142,18 +218,27 @@ class EmbeddedPool:
         for hit in hits:
             data = self._memory.slot(hit.slot, hit.length).toreadonly()
             if checksum(data, hit.key) != hit.checksum:
-                with self._changed:
-                    self._store.corrupt(hit.key, hit.slot, hit.generation, self._clock.now_s())
-                    self._settled()
+                self._corrupt(hit)
                 break
             blocks.append(BlockView(hit.key, data, Tier.FILE if hit.filed else Tier.DRAM, Path.EMBEDDED))
         return blocks
 
-    def write(self, blocks: Sequence[Put], budget_s: float = 2.0) -> list[PutResult]:
+    def _corrupt(self, hit: Hit) -> None:
+        with self._changed:
+            self._store.corrupt(hit.key, hit.slot, hit.generation, self._clock.now_s())
+            self._settled()
+
+    def write(
+        self, blocks: Sequence[Put], budget_s: float = 2.0, *, cancel: Cancelling | None = None
+    ) -> list[PutResult]:
         until_s = time.monotonic() + budget_s
         results: list[PutResult] = []
         for at in range(0, len(blocks), BATCH):
-            results += self._write(blocks[at : at + BATCH], until_s)
+            some = blocks[at : at + BATCH]
+            if cancel is not None and cancel.is_set():
+                results += [PutResult(Outcome.FAILED, reason="cancelled")] * len(some)
+            else:
+                results += self._write(some, until_s)
         self._counting.put(results, [block.size for block in blocks], Path.EMBEDDED)
         return results
 
@@ -191,8 +276,7 @@ class EmbeddedPool:
             for at, grant in granted:
                 block = blocks[at]
                 room = self._memory.slot(grant.slot, block.size)
-                block.fill(room)
-                written.append((at, grant, checksum(room, block.key)))
+                written.append((at, grant, fill_room(block, room)))
         finally:
             with self._changed:
                 now_s = self._clock.now_s()
@@ -217,6 +301,14 @@ class EmbeddedPool:
             if self._closed:
                 return 0
             count = self._store.drop(keys, self._tick())
+            self._settled()
+            return count
+
+    def delete(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> int:
+        with self._changed:
+            if self._closed:
+                return 0
+            count = self._store.delete(keys, self._tick())
             self._settled()
             return count
 
@@ -298,21 +390,3 @@ def file_slots_in(file_size: int, slot_size: int) -> int:
     from kvtool.transfer.files import BlockFile
 
     return BlockFile.slots_under(file_size, slot_size)
-
-
-def refusal(answer: Granted, size: int, slot_size: int, why_full: str) -> PutResult:
-    """What a put that needs no writing, or may not write, comes to."""
-    if answer.grant is Grant.DUPLICATE:
-        return PutResult(Outcome.DUPLICATE)
-    if answer.grant is Grant.TOO_LARGE:
-        return PutResult(
-            Outcome.REFUSED, reason=f"too large: the block has {size} bytes, a slot holds 1 to {slot_size}"
-        )
-    return PutResult(Outcome.REFUSED, reason=f"pool full: {why_full}")
-
-
-def outcome_of(commit: Commit, path: Path) -> PutResult:
-    """What became of a block that was written."""
-    if commit is Commit.LAPSED:
-        return PutResult(Outcome.FAILED, reason="the reservation lapsed before the block was written")
-    return PutResult(Outcome.STORED, path, durable=commit is Commit.DURABLE)

@@ -5,8 +5,9 @@ no thread switch when one thread asks, and no thread of our own sits there when 
 
 **Circuit breaker.** A rank that let a request time out is asked nothing more: calls fail at once, as a miss, until
 anything at all comes back from it. The unanswered request is the probe: a rank that goes on (SIGCONT) answers it late,
-and the next call finds that answer without a wait and without a background thread. A rank whose socket broke is dialled
-again at most every half second, since it may be a restarted one.
+and the next call finds that answer without a wait and without a background thread. Should that request be lost, a PING
+that nobody waits for is sent after it, at intervals that double. A rank whose socket broke is dialled again at most
+every half second, since it may be a restarted one.
 
 An answer that comes too late is undone: a late lookup's lease is released, a late reservation aborted; nobody has
 begun to write there.
@@ -35,6 +36,8 @@ from kvtool.pool.state import RankState
 from kvtool.pool.wire import Message, Op, Status
 
 RETRY_S = 0.5
+PROBES_S = (0.5, 8.0)
+"""Between the PINGs to a rank that does not answer: the first interval, and the longest."""
 _READ_SIZE = 256 * 1024
 
 
@@ -52,6 +55,7 @@ class Line(Protocol):
     state: RankState
     ucx: bool
     heard_s: float
+    breaks: int
 
     @property
     def usable(self) -> bool: ...
@@ -59,15 +63,27 @@ class Line(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    @property
+    def asked(self) -> int: ...
+
+    @property
+    def broken(self) -> bool: ...
+
     def start(self, op: Op, body: bytes, deadline_s: float, undo: int = 0) -> int: ...
 
     def tell(self, op: Op, body: bytes) -> None: ...
 
+    def wait(self, number: int, until_s: float) -> bool: ...
+
     def finish(self, number: int, deadline_s: float) -> bytes: ...
+
+    def forget(self, number: int, deadline_s: float) -> None: ...
 
     def call(self, op: Op, body: bytes, deadline_s: float) -> bytes: ...
 
     def connect(self, deadline_s: float) -> None: ...
+
+    def look(self) -> None: ...
 
     def begin_writing(self) -> bool: ...
 
@@ -104,12 +120,16 @@ class Link:
         self._splitter = wire.Splitter()
         self._seal: Seal | None = None  # of what we send; under `_sending`
         self._replies: dict[int, Message] = {}
+        self._kinds: dict[int, tuple[Op, int]] = {}  # of the replies
         self._asked: dict[int, tuple[Op, int]] = {}  # requests on the way; the int says how to undo a lookup
         self._given_up: dict[int, tuple[Op, int]] = {}
         self._reading = False
         self._writers = 0  # threads that write into the rank's memory under a reservation of this socket
         self._doomed: list[socket.socket] = []  # to be closed when they are done
         self._open_since_s: float | None = None  # circuit breaker
+        self._probe_at_s, self._probe_every_s = 0.0, PROBES_S[0]
+        self._doubt_s: float | None = None  # when the first request that was forgotten should have been answered
+        self.breaks = 0
         self.heard_s = -1e9
         self._dialled_s = -RETRY_S
         self._closed = False
@@ -121,13 +141,22 @@ class Link:
             return False
         if self._sock is None:
             return self._now_s() - self._dialled_s >= RETRY_S
-        if self._open_since_s is not None:
-            self._look()
+        self._consider()
         return self._sock is not None and self._open_since_s is None
 
     @property
     def connected(self) -> bool:
         return self._sock is not None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the breaker is open: the rank let a request time out and was not heard of since."""
+        return self._open_since_s is not None
+
+    @property
+    def asked(self) -> int:
+        """Requests that are on their way."""
+        return len(self._asked)
 
     def start(self, op: Op, body: bytes, deadline_s: float, undo: int = 0) -> int:
         """Send a request; its number, for `finish`. `undo`: the number of the read that a late answer would lease.
@@ -136,10 +165,9 @@ class Link:
             RankDown, RankSlow: it cannot be asked now.
         """
         sock = self._connected(deadline_s)
+        self._consider()
         if self._open_since_s is not None:
-            self._look()
-            if self._open_since_s is not None:
-                raise RankSlow(f"rank {self.state.rank} let a request time out and has not answered since")
+            raise RankSlow(f"rank {self.state.rank} let a request time out and has not answered since")
         number = next(self._numbers)
         with self._lock:
             self._asked[number] = (op, undo)
@@ -160,25 +188,17 @@ class Link:
             except Unavailable:
                 pass
 
-    def finish(self, number: int, deadline_s: float) -> bytes:
-        """The answer to a request.
-
-        Raises:
-            RankDown, RankSlow: none came; a late one will be undone.
-            Refused: the rank's own sentence.
-        """
+    def wait(self, number: int, until_s: float) -> bool:
+        """Wait for the answer to a request, or for the link to break: whether `finish` would return or raise at once.
+        Nothing is given up."""
         looked = False
         while True:
             with self._lock:
-                reply = self._replies.pop(number, None)
-                if reply is not None:
-                    break
-                if number not in self._asked:
-                    raise RankDown(f"rank {self.state.rank} closed the connection")
-                left_s = deadline_s - self._now_s()
+                if number in self._replies or number not in self._asked:
+                    return True
+                left_s = until_s - self._now_s()
                 if left_s <= 0 and (looked or self._reading):
-                    self._give_up(number)
-                    raise RankSlow(f"rank {self.state.rank} gave no answer in time")
+                    return False
                 if self._reading:
                     self._arrived.wait(left_s)
                     continue
@@ -190,9 +210,38 @@ class Link:
                 with self._lock:
                     self._reading = False
                     self._arrived.notify_all()
+
+    def finish(self, number: int, deadline_s: float) -> bytes:
+        """The answer to a request.
+
+        Raises:
+            RankDown, RankSlow: none came; a late one will be undone.
+            Refused: the rank's own sentence.
+        """
+        self.wait(number, deadline_s)
+        with self._lock:
+            reply = self._replies.pop(number, None)
+            self._kinds.pop(number, None)
+            if reply is None:
+                if number in self._asked:
+                    self._give_up(number)
+                    self._trip()
+                    raise RankSlow(f"rank {self.state.rank} gave no answer in time")
+                raise RankDown(f"rank {self.state.rank} closed the connection")
         if reply.status is not Status.OK:
             raise Refused(reply.body.decode(errors="replace"))
         return reply.body
+
+    def forget(self, number: int, deadline_s: float) -> None:
+        """Want an answer no more: whenever it comes it is undone, or was here already and is undone now. A rank that
+        says nothing at all until `deadline_s` is taken for one that let a request time out."""
+        with self._lock:
+            reply, kind = self._replies.pop(number, None), self._kinds.pop(number, None)
+            if number in self._asked:
+                self._give_up(number)
+                self._doubt_s = deadline_s if self._doubt_s is None else min(self._doubt_s, deadline_s)
+        if reply is not None and kind is not None:
+            self._undo(*kind, reply)
 
     def connect(self, deadline_s: float) -> None:
         """Make the connection now.
@@ -272,6 +321,7 @@ class Link:
             seal, splitter.seal = Seal(session.up), Seal(session.down)
         with self._sending, self._lock:
             self._sock, self._splitter, self._seal, self._open_since_s = sock, splitter, seal, None
+            self._doubt_s = None
             self.heard_s = self._now_s()
         return sock
 
@@ -337,10 +387,12 @@ class Link:
     def _take(self, messages: list[Message]) -> None:
         late = []
         with self._lock:
-            self._open_since_s, self.heard_s = None, self._now_s()
+            self._open_since_s = self._doubt_s = None
+            self.heard_s, self._probe_every_s = self._now_s(), PROBES_S[0]
             for message in messages:
-                if self._asked.pop(message.request, None) is not None:
-                    self._replies[message.request] = message
+                kind = self._asked.pop(message.request, None)
+                if kind is not None:
+                    self._replies[message.request], self._kinds[message.request] = message, kind
                 elif message.request in self._given_up:
                     late.append((*self._given_up.pop(message.request), message))
         for op, undo, message in late:
@@ -351,7 +403,7 @@ class Link:
     def _undo(self, op: Op, undo: int, message: Message) -> None:
         if message.status is not Status.OK:
             return
-        if op is Op.LOOKUP:
+        if op in (Op.LOOKUP, Op.GATHER):
             self.tell(Op.RELEASE, wire.pack_numbers([undo]))
         elif op is Op.RESERVE:
             answers, _ = wire.unpack_grants(message.body)
@@ -359,7 +411,32 @@ class Link:
             if aborts:
                 self.tell(Op.ABORT, wire.pack_aborts(0.0, aborts))
 
-    def _look(self) -> None:
+    def _doubtful(self) -> bool:
+        """A request that was forgotten should have been answered by now."""
+        return self._doubt_s is not None and self._now_s() >= self._doubt_s
+
+    def _consider(self) -> None:
+        """Whether the breaker should open by now, or may close; a probe if one is due. Costs no wait."""
+        if self._open_since_s is None and not self._doubtful():
+            return
+        self.look()
+        if self._doubtful():
+            self._open()
+        now_s = self._now_s()
+        with self._lock:
+            sock = self._sock
+            if sock is None or self._open_since_s is None or now_s < self._probe_at_s:
+                return
+            self._probe_every_s = min(2 * self._probe_every_s, PROBES_S[1])
+            self._probe_at_s = now_s + self._probe_every_s
+            number = next(self._numbers)
+            self._given_up[number] = (Op.PING, 0)
+        try:
+            self._send(sock, wire.frame(Op.PING, number, 0), now_s)
+        except Unavailable:
+            pass
+
+    def look(self) -> None:
         """Take in what came since, without waiting."""
         with self._lock:
             if self._reading or self._sock is None:
@@ -373,15 +450,22 @@ class Link:
                 self._arrived.notify_all()
 
     def _give_up(self, number: int) -> None:
-        """Under the lock: a request timed out; its late answer closes the breaker."""
+        """Under the lock: nobody waits for the answer any more, which is undone if it comes."""
         self._given_up[number] = self._asked.pop(number)
         while len(self._given_up) > 1024:
             del self._given_up[next(iter(self._given_up))]
-        self._open_since_s = self._now_s()
+
+    def _trip(self) -> None:
+        """Under the lock: a request timed out. Whatever comes from the rank closes the breaker."""
+        now_s = self._now_s()
+        if self._open_since_s is None:
+            self.breaks += 1
+            self._probe_at_s = now_s + self._probe_every_s
+        self._open_since_s, self._doubt_s = now_s, None
 
     def _open(self) -> None:
         with self._lock:
-            self._open_since_s = self._now_s()
+            self._trip()
 
     def _lost(self, sock: socket.socket | None) -> None:
         with self._lock:
@@ -390,7 +474,7 @@ class Link:
             self._sock = None
             self._asked.clear()
             self._given_up.clear()
-            self._open_since_s = None
+            self._open_since_s = self._doubt_s = None
             if self._writers:
                 self._doomed.append(sock)
             else:

@@ -7,6 +7,7 @@ reserved stays open, since its end is what tells the rank that nobody writes the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,12 +16,12 @@ from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Grant, Granted, Want
 from kvtool.pool import wire
 from kvtool.pool.access import UCX_SETTLE_S, Access
-from kvtool.pool.base import Outcome, Path, Put, PutResult
-from kvtool.pool.embedded import BATCH, outcome_of, refusal
+from kvtool.pool.base import Cancelling, Outcome, Path, Put, PutResult
+from kvtool.pool.driver import UCX_SIZE, Driver
+from kvtool.pool.filling import BATCH, fill_room, outcome_of, refusal
 from kvtool.pool.memory import SlotMemory
-from kvtool.pool.ranks import Ranks
+from kvtool.pool.ranks import Ranks, Route
 from kvtool.pool.wire import Op
-from kvtool.transfer.checksum import checksum
 
 ANSWER_SHARE = 0.8
 
@@ -43,18 +44,31 @@ class _Part:
 class Putting:
     """One call of `write`. Positions are those of `blocks`."""
 
-    def __init__(self, ranks: Ranks, layout: KVLayout, blocks: Sequence[Put], deadline_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        driver: Driver,
+        layout: KVLayout,
+        blocks: Sequence[Put],
+        deadline_s: float,
+        at: int | str | None = None,
+        cancel: Cancelling | None = None,
+    ) -> None:
         self._ranks, self._door, self._layout = ranks, ranks.door, layout
+        self._driver, self._to, self._cancel = driver, at, cancel
         self._blocks, self._deadline_s = blocks, deadline_s
         self._results: list[PutResult | None] = [None] * len(blocks)
         self._answers_by_s = deadline_s
 
-    def run(self) -> list[PutResult]:
+    async def run(self) -> list[PutResult]:
         self._door.look_after()
         for at in range(0, len(self._blocks), BATCH):
             left = list(range(at, min(at + BATCH, len(self._blocks))))
+            if self._cancel is not None and self._cancel.is_set():
+                self._fail(range(at, len(self._blocks)), "cancelled")
+                break
             while left:
-                again, progress = self._round(left)
+                again, progress = await self._round(left)
                 if again and not progress and self._ranks.now_s() >= self._deadline_s:
                     for position in again:
                         reason = "no slot came free within the budget of this put"
@@ -63,22 +77,25 @@ class Putting:
                 left = again
         return [result or PutResult(Outcome.FAILED, reason="no answer") for result in self._results]
 
-    def _round(self, positions: list[int]) -> tuple[list[int], bool]:
+    async def _round(self, positions: list[int]) -> tuple[list[int], bool]:
         """One reserve, write, commit for each rank; who must ask again, and whether anything was written."""
-        parts = self._split(positions)
+        parts: list[_Part] = []
         again: list[int] = []
         try:
+            await self._split(positions, parts)
             self._reserve(parts)
             for part in parts:
-                again += self._granted(part)
+                again += await self._granted(part)
             for part in parts:
                 if part.granted:
-                    self._write(part)
+                    await self._write(part)
             for part in parts:
                 if part.commits:
-                    self._commit(part)
+                    await self._commit(part)
         finally:
             for part in parts:
+                if part.request:  # broken off before its answer came
+                    part.access.link.forget(part.request, self._deadline_s)
                 self._abort(part)
                 if part.writing:
                     part.access.link.end_writing()
@@ -89,31 +106,36 @@ class Putting:
             if self._results[position] is None:
                 self._results[position] = PutResult(Outcome.FAILED, reason=reason)
 
-    def _split(self, positions: list[int]) -> list[_Part]:
-        parts: list[_Part] = []
-        for access, mine in self._ranks.split([self._blocks[position].key for position in positions]):
-            theirs = [positions[at] for at in mine]
+    async def _split(self, positions: list[int], parts: list[_Part]) -> None:
+        """To the first owner of each that can be written to."""
+        route = Route(self._ranks, [self._blocks[position].key for position in positions], self._to, reading=False)
+        pending = route.first()
+        while pending:
+            access, mine = pending.pop(0)
             if access is None:
-                self._fail(theirs, "no rank of the pool is up")
+                self._fail([positions[at] for at in mine], "no rank of the pool is up")
                 continue
-            part = self._open(access)
-            if isinstance(part, str):
-                self._ranks.lost()
-                self._fail(theirs, part)
-            else:
-                part.positions = theirs
+            part = await self._open(access)
+            if not isinstance(part, str):
+                part.positions = [positions[at] for at in mine]
                 parts.append(part)
-        return parts
+                continue
+            self._ranks.lost()
+            others = route.next(mine)
+            pending += others
+            left = set(mine).difference(*(share for _, share in others))
+            self._fail([positions[at] for at in sorted(left)], part)
 
-    def _open(self, access: Access) -> _Part | str:
+    async def _open(self, access: Access) -> _Part | str:
         """A part whose connection is held open, or why there is none."""
         down = f"rank {access.state.rank} is down or does not answer"
+        now_s = self._ranks.now_s()
+        by_s = now_s + (self._deadline_s - now_s) / 2  # leave time for the others
         try:
             if not access.link.usable:
                 return down
-            path = access.open(self._deadline_s)
-            access.link.connect(self._deadline_s)
-            memory = access.writable(self._deadline_s) if path is Path.SHM else None
+            path = await self._driver.reach(access, by_s)
+            memory = await self._driver.writable(access, by_s) if path is Path.SHM else None
         except KvtoolError as error:
             return str(error)
         if path is None:
@@ -139,18 +161,20 @@ class Putting:
         block = self._blocks[position]
         return Want(block.key, block.size, block.parent, block.transient_s, block.retention)
 
-    def _granted(self, part: _Part) -> list[int]:
+    async def _granted(self, part: _Part) -> list[int]:
         """Take in a rank's answers; the positions that must ask again."""
         if not part.request:
             return []
         try:
-            body = part.access.link.finish(part.request, self._answers_by_s)
+            body = await self._driver.finish((part.access.link, part.request), self._answers_by_s)
+            part.request = 0
             answers, why = wire.unpack_grants(body)
             if len(answers) != len(part.positions):
                 raise ProtocolError(
                     f"rank {part.access.state.rank} answered {len(answers)} wants of the {len(part.positions)} asked"
                 )
         except KvtoolError as error:
+            part.request = 0
             self._ranks.lost()
             self._fail(part.positions, str(error))
             return []
@@ -165,24 +189,29 @@ class Putting:
                 self._results[position] = refusal(answer, size, self._layout.block_size, why)
         return again
 
-    def _write(self, part: _Part) -> None:
+    async def _write(self, part: _Part) -> None:
         if part.path is Path.SHM:
-            memory = part.memory
-            assert memory is not None
-            for position, grant in part.granted:
-                block = self._blocks[position]
-                room = memory.slot(grant.slot, block.size)
-                block.fill(room)
-                part.commits.append((grant.slot, grant.generation, checksum(room, block.key)))
+            size = sum(self._blocks[position].size for position, _ in part.granted)
+            await self._driver.work(size, lambda: self._write_mapped(part))
             return
         try:
             step = max(1, self._door.blocks // 4)
         except KvtoolError as error:  # closed meanwhile
             self._fail([position for position, _ in part.granted], str(error))
             return
-        for at in range(0, len(part.granted), step):
-            if not self._write_ucx(part, part.granted[at : at + step]):
+        granted = part.granted
+        for at in range(0, len(granted), step):
+            some = granted[at : at + step]
+            if not await self._driver.work(UCX_SIZE, functools.partial(self._write_ucx, part, some)):
                 break
+
+    def _write_mapped(self, part: _Part) -> None:
+        memory = part.memory
+        assert memory is not None
+        for position, grant in part.granted:
+            block = self._blocks[position]
+            room = memory.slot(grant.slot, block.size)
+            part.commits.append((grant.slot, grant.generation, fill_room(block, room)))
 
     def _write_ucx(self, part: _Part, granted: Sequence[tuple[int, Granted]]) -> bool:
         from kvtool.transfer.ucx import PeerDead
@@ -196,8 +225,7 @@ class Putting:
         with staged:
             sums = []
             for block, room in zip(blocks, staged, strict=True):
-                block.fill(room)
-                sums.append(checksum(room, block.key))
+                sums.append(fill_room(block, room))
             offsets = [part.access.offset(grant.slot) for _, grant in granted]
             try:
                 pieces = list(zip(offsets, staged, strict=True))
@@ -215,11 +243,12 @@ class Putting:
         part.commits += [(g.slot, g.generation, sum_) for (_, g), sum_ in zip(granted, sums, strict=True)]
         return True
 
-    def _commit(self, part: _Part) -> None:
+    async def _commit(self, part: _Part) -> None:
         by_slot = {grant.slot: position for position, grant in part.granted}
         positions = [by_slot[slot] for slot, _, _ in part.commits]
         try:
-            body = part.access.link.call(Op.COMMIT, wire.pack_commits(part.commits), self._deadline_s)
+            request = part.access.link.start(Op.COMMIT, wire.pack_commits(part.commits), self._deadline_s)
+            body = await self._driver.finish((part.access.link, request), self._deadline_s)
             commits = wire.unpack_committed(body)
             if len(commits) != len(positions):
                 raise ProtocolError(

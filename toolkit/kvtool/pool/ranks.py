@@ -1,4 +1,5 @@
-"""The ranks as one client knows them: from the state file, under an epoch, renewed when an answer shows another.
+"""The ranks as one client knows them: from the state file, under an epoch, renewed when an answer shows another; and
+the route of a batch of keys through their owners.
 
 The state file is looked at again when a reply carries another epoch, when a rank cannot be used, and at most four
 times a second. So a restarted pool, at other addresses, is found by the clients of the old one.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtool.errors import KvtoolError, PoolUnavailable
 from kvtool.kv.block import BlockKey
@@ -21,6 +22,9 @@ from kvtool.pool.state import PoolState
 log = logging.getLogger("kvtool.pool")
 
 LOOK_S = 0.25
+
+Share = tuple[Access | None, list[int]]
+"""A rank, and the positions in a batch that it is asked about, ascending; None: no rank can be asked."""
 
 
 class Ranks:
@@ -36,6 +40,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._accesses: dict[int, Access] = {}
         self._placement = Placement(0, [])
+        self.term_s, self.copies = 10.0, 1
         self._looked_s = -LOOK_S
         self._stale = True
         try:
@@ -53,7 +58,7 @@ class Ranks:
     def epoch(self) -> int:
         return self._placement.epoch
 
-    def split(self, keys: Sequence[BlockKey]) -> list[tuple[Access | None, list[int]]]:
+    def split(self, keys: Sequence[BlockKey]) -> list[Share]:
         """Each rank that should hold some of `keys`, with their positions, ascending; None when no rank is live."""
         self.refresh()
         with self._lock:
@@ -62,6 +67,42 @@ class Ranks:
         if not parts and keys:
             return [(None, list(range(len(keys))))]
         return [(accesses.get(rank), positions) for rank, positions in parts]
+
+    def orders(self, keys: Sequence[BlockKey], prefer: Callable[[Access], object] | None) -> list[list[Access]]:
+        """The owners of each key, those that `prefer` gives a lower value first, else in the order of placement."""
+        self.refresh()
+        with self._lock:
+            placement, accesses, copies = self._placement, self._accesses, self.copies
+        made: dict[tuple[int, ...], list[Access]] = {}
+        found = []
+        for ranks in placement.owners_of_all(keys, copies):
+            order = made.get(ranks)
+            if order is None:
+                order = [accesses[rank] for rank in ranks if rank in accesses]
+                if prefer is not None:
+                    order.sort(key=prefer)  # type: ignore[arg-type]  # whatever compares
+                made[ranks] = order
+            found.append(order)
+        return found
+
+    def named(self, name: int | str) -> Access | None:
+        """The live rank of that number or identity."""
+        self.refresh()
+        return next((a for a in self.all() if name in (a.state.rank, a.state.identity)), None)
+
+    def breakers(self) -> tuple[dict[str, str], dict[str, int]]:
+        """What is not asked now, and how often each was so."""
+        states, breaks, now_s = {}, {}, self.now_s()
+        for access in self.all():
+            name = access.state.identity
+            if access.link.broken:
+                states[name] = "open"
+            breaks[name] = access.link.breaks
+            for kind, breaker in (("ucx", access.transfers), ("file", access.files)):
+                if (state := breaker.state(now_s)) != "closed":
+                    states[f"{name} {kind}"] = state
+                breaks[f"{name} {kind}"] = breaker.breaks
+        return states, {name: count for name, count in breaks.items() if count}
 
     def saw_epoch(self, epoch: int) -> None:
         if epoch != self._placement.epoch:
@@ -102,6 +143,7 @@ class Ranks:
             kept[rank.rank] = self._outside.access(rank, bytes.fromhex(state.key), self.door, self.saw_epoch)
         gone = [access for rank, access in self._accesses.items() if kept.get(rank) is not access]
         self._accesses = kept
+        self.term_s, self.copies = state.lease_term_s, max(1, getattr(state, "copies", 1))
         self._placement = Placement(
             state.epoch, [Member(a.state.rank, a.state.identity, a.state.weight) for a in kept.values()]
         )
@@ -113,3 +155,51 @@ class Ranks:
         for access in self.all():
             access.close()
         self.door.close()
+
+
+def _near(access: Access) -> tuple[bool, bool, int]:
+    """Who to read from first: who can be asked at all, whose memory is mapped, who has least to do for us."""
+    return not access.link.usable, access.link.ucx, access.link.asked
+
+
+class Route:
+    """Whom to ask about each key of a batch, one owner after the other. `at`: that rank and nobody else."""
+
+    def __init__(
+        self, ranks: Ranks, keys: Sequence[BlockKey], at: int | str | None = None, reading: bool = True
+    ) -> None:
+        self._orders: list[list[Access]] | None = None
+        self._turns: list[int] = []
+        self._first: list[Share] = []
+        if at is not None:
+            self._first = [(ranks.named(at), list(range(len(keys))))]
+        elif ranks.copies <= 1:
+            self._first = ranks.split(keys)
+        else:
+            self._orders, self._turns = ranks.orders(keys, _near if reading else None), [0] * len(keys)
+
+    def first(self) -> list[Share]:
+        if self._orders is None:
+            return self._first
+        positions = range(len(self._orders))
+        nobody = [position for position in positions if not self._orders[position]]
+        return self.next(positions) + ([(None, nobody)] if nobody else [])
+
+    def next(self, positions: Sequence[int]) -> list[Share]:
+        """The next owner of each of `positions` that has one more."""
+        shares: dict[int, tuple[Access, list[int]]] = {}
+        if self._orders is not None:
+            for position in positions:
+                order, turn = self._orders[position], self._turns[position]
+                if turn < len(order):
+                    self._turns[position] = turn + 1
+                    shares.setdefault(id(order[turn]), (order[turn], []))[1].append(position)
+        return list(shares.values())
+
+    def back(self, positions: Sequence[int]) -> None:
+        """What `next` gave for `positions` last was not used after all."""
+        for position in positions:
+            self._turns[position] -= 1
+
+    def more(self, position: int) -> bool:
+        return self._orders is not None and self._turns[position] < len(self._orders[position])

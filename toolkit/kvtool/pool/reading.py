@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.pool.base import BlockView, Outcome, Path, PoolCounts, PutResult
+from kvtool.pool.base import ONE_BLOCK, BlockView, Got, Outcome, Path, PoolCounts, PutResult, Tier
 
 
 @dataclass
@@ -81,23 +82,43 @@ class PoolRead:
 
 
 class Counting:
-    """Thread-safe counts of one client; misses by reason: absent, rank_down, timeout, corrupt, lapsed, full."""
+    """Thread-safe counts of one client. Every block that a read asks for is counted once: a hit, or a miss."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_block: int = 0) -> None:
         self._lock = threading.Lock()
-        self._counts = PoolCounts()
+        self._counts = PoolCounts(tokens_per_block=tokens_per_block)
 
-    def read(self, blocks: Sequence[BlockView]) -> None:
+    def read(self, blocks: Sequence[BlockView], wanted: int, reason: str) -> None:
+        """A leading run of `wanted` keys ended after `blocks`, for `reason`."""
         with self._lock:
             for block in blocks:
-                name = f"{block.tier.value}/{block.path.value}"
-                _add(self._counts.blocks_read, name, 1)
-                _add(self._counts.bytes_read, name, len(block.data))
+                self._hit(block.tier, block.path, len(block.data))
+            self._miss_behind(reason, wanted - len(blocks))
 
-    def missed(self, reason: str, count: int) -> None:
+    def got(self, result: Sequence[Got]) -> None:
+        with self._lock:
+            for got in result:
+                if got.tier is not None and got.path is not None:
+                    self._hit(got.tier, got.path, got.size)
+                else:
+                    self._miss(got.reason, 1)
+
+    def _hit(self, tier: Tier, path: Path, size: int) -> None:
+        name = _NAMES[tier, path]
+        _add(self._counts.blocks_read, name, 1)
+        _add(self._counts.bytes_read, name, size)
+        _add(self._counts.hits, tier.value, 1)
+        self._counts.blocks_asked += 1
+
+    def _miss(self, reason: str, count: int) -> None:
         if count > 0:
-            with self._lock:
-                _add(self._counts.misses, reason, count)
+            _add(self._counts.misses, reason, count)
+            self._counts.blocks_asked += count
+
+    def _miss_behind(self, reason: str, missed: int) -> None:
+        alone = min(missed, 1) if reason in ONE_BLOCK else missed
+        self._miss(reason, alone)
+        self._miss("absent", missed - alone)
 
     def put(self, results: Sequence[PutResult], sizes: Sequence[int], path: Path) -> None:
         with self._lock:
@@ -110,10 +131,10 @@ class Counting:
 
     def snapshot(self) -> PoolCounts:
         with self._lock:
-            c = self._counts
-            return PoolCounts(
-                dict(c.blocks_read), dict(c.bytes_read), dict(c.blocks_put), dict(c.bytes_put), dict(c.misses)
-            )
+            return copy.deepcopy(self._counts)
+
+
+_NAMES = {(tier, path): f"{tier.value}/{path.value}" for tier in Tier for path in Path}
 
 
 def _add(counts: dict[str, int], name: str, value: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.errors import ProtocolError
+from kvtool.kv.block import BlockKey
 from kvtool.kv.copying import Why
 from kvtool.kv.record import Committing, Grant, Granted, Holding, Reading, Want
 from kvtool.pool import wire
@@ -44,6 +45,8 @@ class _Waiting:
 @dataclass(eq=False)
 class _WaitingRead(_Waiting):
     reading: Reading
+    positions: list[int] | None = None
+    """Of a gather: where its keys were in what was asked."""
 
 
 @dataclass(eq=False)
@@ -88,6 +91,9 @@ class Service:
             Op.ABORT: self._abort,
             Op.DROP: self._drop,
             Op.MATCH: self._match,
+            Op.HAS: self._has,
+            Op.GATHER: self._gather,
+            Op.DELETE: self._delete,
             Op.CORRUPT: self._corrupt,
             Op.TOUCH: self._touch,
             Op.COPYING: self._copying,
@@ -123,7 +129,7 @@ class Service:
             raise ProtocolError(f"{message.op.name} is not for an open connection")
         now_s = time.monotonic()
         if connection.ucx:
-            transfers = message.op in (Op.LOOKUP, Op.RESERVE)
+            transfers = message.op in (Op.LOOKUP, Op.GATHER, Op.RESERVE)
             term_s = max(self.store.leases.term_s, self.store.reserve_term_s) if transfers else UCX_SETTLE_S
             self.want_ucx(now_s + term_s)
         handler(connection, message, now_s)
@@ -216,7 +222,7 @@ class Service:
             self.tiers.carry_out()
             if read.reading.done or now_s >= read.until_s:
                 self._reads = [waiting for waiting in self._reads if waiting is not read]
-                self._answer_read(read.connection, read.request, read.reading)
+                self._answer_read(read.connection, read.request, read.reading, read.positions)
         for put in list(self._puts):
             if put.connection.closed or put not in self._puts:
                 continue
@@ -230,21 +236,46 @@ class Service:
 
     def _lookup(self, connection: Connection, message: Message, now_s: float) -> None:
         number, wait_s, keys = wire.unpack_lookup(message.body)
+        self._begin_read(connection, message.request, number, wait_s, keys, None, now_s)
+
+    def _gather(self, connection: Connection, message: Message, now_s: float) -> None:
+        """Those in DRAM first: they should not wait for a file, nor end with a bad one."""
+        number, wait_s, keys = wire.unpack_lookup(message.body)
+        there = [position for position, is_there in enumerate(self.store.has(keys)) if is_there]
+        positions = sorted(there, key=lambda position: self.store.filed(keys[position]))
+        self._begin_read(
+            connection, message.request, number, wait_s, [keys[position] for position in positions], positions, now_s
+        )
+
+    def _begin_read(
+        self,
+        connection: Connection,
+        request: int,
+        number: int,
+        wait_s: float,
+        keys: list[BlockKey],
+        positions: list[int] | None,
+        now_s: float,
+    ) -> None:
         wait_s = min(wait_s, WAIT_MAX_S)
         if self.store.leases.has((connection.owner, number)):
             raise ProtocolError(f"read {number} is under way already; every read needs a new number")
         reading = self.store.begin_read((connection.owner, number), keys, now_s, wait_s)
         self.tiers.carry_out()
         if reading.done:
-            self._answer_read(connection, message.request, reading)
+            self._answer_read(connection, request, reading, positions)
         else:
-            self._reads.append(_WaitingRead(connection, message.request, now_s, now_s + wait_s, reading))
+            self._reads.append(_WaitingRead(connection, request, now_s, now_s + wait_s, reading, positions))
 
-    def _answer_read(self, connection: Connection, request: int, reading: Reading) -> None:
+    def _answer_read(self, connection: Connection, request: int, reading: Reading, positions: list[int] | None) -> None:
         late = not reading.done
         hits = self.store.finish_read(reading, time.monotonic())
         cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
-        connection.send(Op.LOOKUP, request, wire.pack_found(self.store.leases.term_s, cut, hits))
+        term_s = self.store.leases.term_s
+        if positions is None:
+            connection.send(Op.LOOKUP, request, wire.pack_found(term_s, cut, hits))
+        else:
+            connection.send(Op.GATHER, request, wire.pack_gathered(term_s, cut, hits, positions))
 
     def _release(self, connection: Connection, message: Message, now_s: float) -> None:
         for number in wire.unpack_numbers(message.body):
@@ -304,6 +335,14 @@ class Service:
 
     def _match(self, connection: Connection, message: Message, now_s: float) -> None:
         connection.send(Op.MATCH, message.request, wire.pack_count(self.store.match(wire.split_keys(message.body))))
+
+    def _has(self, connection: Connection, message: Message, now_s: float) -> None:
+        connection.send(Op.HAS, message.request, self.store.has(wire.split_keys(message.body)))
+
+    def _delete(self, connection: Connection, message: Message, now_s: float) -> None:
+        count = self.store.delete(wire.split_keys(message.body), now_s)
+        self._moved(now_s)
+        connection.send(Op.DELETE, message.request, wire.pack_count(count))
 
     def _corrupt(self, connection: Connection, message: Message, now_s: float) -> None:
         key, slot, generation = wire.unpack_corrupt(message.body)

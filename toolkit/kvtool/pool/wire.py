@@ -54,6 +54,9 @@ class Op(IntEnum):
     VIEW = 13
     JOIN = 14
     DRAIN = 15
+    DELETE = 16
+    HAS = 17
+    GATHER = 18
     TOUCH = 30
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
@@ -290,6 +293,28 @@ def pack_copying(rank: int, why: Why) -> bytes:
 def unpack_copying(body: Body) -> tuple[int, Why]:
     rank, why = _head("copying", _COPYING, body)
     return rank, _one_of(Why, why)
+
+
+# Gather: as lookup, but of every key that is there -> (found as above, position of each hit in what was asked)
+
+
+def pack_gathered(term_s: float, cut: Cut, hits: Sequence[Hit], positions: Sequence[int]) -> bytes:
+    return pack_found(term_s, cut, hits) + struct.pack(f"<{len(hits)}I", *positions[: len(hits)])
+
+
+def unpack_gathered(body: Body) -> tuple[Found, tuple[int, ...]]:
+    """
+    Raises:
+        ProtocolError: as all of these; or positions that are there twice.
+    """
+    found = unpack_found(body)
+    at = _FOUND.size + len(found.hits) * _HIT.size
+    if len(body) - at != 4 * len(found.hits):
+        raise ProtocolError(f"gathered: {len(found.hits)} positions announced, {len(body) - at} bytes sent")
+    positions = struct.unpack_from(f"<{len(found.hits)}I", body, at)
+    if len(set(positions)) != len(positions):
+        raise ProtocolError("gathered: the peer sent a position twice")
+    return found, positions
 
 
 # Reserve: (milliseconds it may wait, wants) -> (answers, the reason when something was full)

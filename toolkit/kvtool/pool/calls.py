@@ -1,0 +1,321 @@
+"""The calls of a client, each written once for both clients; how they wait is their driver's business (`driver`).
+
+A call that wants more than one lease outlives is made in parts: as many blocks as can be read in a share of the lease
+term at the pace seen lately. Between the parts it looks at its budget and at the caller's `cancel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvtool.errors import ProtocolError
+from kvtool.kv.block import BlockKey
+from kvtool.kv.layout import KVLayout
+from kvtool.pool import wire
+from kvtool.pool.access import Access
+from kvtool.pool.asking import Asking, Part, Question, Setting
+from kvtool.pool.base import (
+    BlockView,
+    Cancelling,
+    GetResult,
+    Got,
+    Path,
+    PoolCounts,
+    Put,
+    PutResult,
+    finished,
+    leading_run,
+)
+from kvtool.pool.buffers import Room
+from kvtool.pool.fetching import Fetching
+from kvtool.pool.pace import Pace
+from kvtool.pool.putting import ANSWER_SHARE, Putting
+from kvtool.pool.ranks import Route, Share
+from kvtool.pool.reading import Counting, PoolRead
+from kvtool.pool.wire import Cut, Found, Op
+
+WINDOW_MAX = 512
+"""Blocks in one part of a `get_into`: many enough to keep every rank busy, few enough to be cancelled soon."""
+VIEW_SHARE, COPY_SHARE = 0.5, 0.25
+"""Of a lease term, for the checks of a read in place (the rest is its reader's), and for a copy."""
+_CUTS = {Cut.ABSENT: "absent", Cut.LATE: "timeout", Cut.FULL: "full"}
+
+
+class Calls:
+    """One client's calls. Deadlines are points on the client's clock."""
+
+    def __init__(self, setting: Setting, layout: KVLayout) -> None:
+        self.setting, self.layout = setting, layout
+        self._ranks, self._driver, self._now_s = setting.ranks, setting.driver, setting.now_s
+        self.pace = Pace()
+        self.counting = Counting(layout.block_tokens)
+
+    # What is there
+
+    async def match(self, keys: Sequence[BlockKey], budget_s: float, at: int | str | None = None) -> int:
+        deadline_s = self._now_s() + budget_s
+        count = 0
+        while count < len(keys):
+            some = keys[count : count + wire.BATCH_MAX]
+            route = Route(self._ranks, some, at)
+            asking = Asking(self.setting, some, _MATCH, route, deadline_s, deadline_s)
+            await asking.run(self._matched_here(asking, route, some))
+            count += asking.cut
+            if asking.cut < len(some):
+                break
+        return count
+
+    async def exists(self, keys: Sequence[BlockKey], budget_s: float, at: int | str | None = None) -> list[bool]:
+        deadline_s = self._now_s() + budget_s
+        there: list[bool] = []
+        for start in range(0, len(keys), wire.BATCH_MAX):
+            some = keys[start : start + wire.BATCH_MAX]
+            route = Route(self._ranks, some, at)
+            asking = Asking(self.setting, some, _HAS, route, deadline_s, deadline_s, leading=False)
+            await asking.run(route.first())
+            there += [position not in asking.missing for position in range(len(some))]
+        return there
+
+    def _matched_here(self, asking: Asking, route: Route, keys: Sequence[BlockKey]) -> list[Share]:
+        """Who must be asked by message; ends the run where a rank's own directory says so."""
+        shares: list[Share] = []
+        for access, positions in route.first():
+            known = None if access is None else self._match_local(access, [keys[position] for position in positions])
+            if known is None:
+                shares.append((access, positions))
+            elif known < len(positions):
+                left = positions[known:]
+                others = route.next(left)
+                shares += others
+                if not others:
+                    asking.end(left, "absent")
+        return shares
+
+    def _match_local(self, access: Access, keys: Sequence[BlockKey]) -> int | None:
+        """How many leading `keys` this rank's memory shows to be there, without a message; None: it must be asked."""
+        return None
+
+    def _get_local(
+        self, access: Access, keys: Sequence[BlockKey], rooms: Sequence[Room], leading: bool
+    ) -> Sequence[Got | None]:
+        """Blocks copied and checked without a message, None for those that must be asked for; may be shorter than
+        `keys`."""
+        return ()
+
+    # Reading
+
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        budget_s: float,
+        at: int | str | None = None,
+        cancel: Cancelling | None = None,
+    ) -> PoolRead:
+        deadline_s = self._now_s() + budget_s
+        fits = self.pace.blocks_in(self._ranks.term_s * VIEW_SHARE, self.layout.block_size)
+        some = keys[: min(fits, wire.BATCH_MAX)]
+        route = Route(self._ranks, some, at)
+        asking = self._lookup(some, deadline_s, route, True, cancel)
+        await asking.run(route.first())
+        views = await Fetching(self.setting, asking, self.pace, deadline_s).views()
+        found = [views.blocks[position] for position in range(asking.cut)]
+        blocks: list[BlockView] = [block for block, _ in found]
+        reason = "too_long" if asking.cut == len(some) else asking.reason
+        self.counting.read(blocks, len(keys), reason)
+        return PoolRead(blocks, [placed for _, placed in found], views.helds)
+
+    async def get_into(
+        self,
+        keys: Sequence[BlockKey],
+        rooms: Sequence[Room],
+        budget_s: float,
+        leading: bool = True,
+        at: int | str | None = None,
+        cancel: Cancelling | None = None,
+    ) -> GetResult:
+        deadline_s = self._now_s() + budget_s
+        got: list[Got | None] = [None] * len(keys)
+        left, reason = list(range(len(keys))), "absent"
+        while left:
+            some = left[: self._window()]
+            if self._now_s() >= deadline_s:
+                reason = "timeout"
+                break
+            missing = await self._get_some(keys, rooms, got, some, deadline_s, leading, at, cancel)
+            done = len(some) - len(missing)
+            again = [position for position in some if missing.get(position) == "full"] if done else []
+            if missing and leading and not again:
+                reason = missing[min(missing)]
+                break
+            for position, why in missing.items():
+                if not again or why != "full":
+                    got[position] = Got(reason=why)
+            left = again + left[len(some) :]
+        whole = finished(got, reason)
+        self.counting.got(whole)
+        return GetResult(
+            whole, leading_run(whole), [position for position, one in enumerate(whole) if one.reason == "held"]
+        )
+
+    async def _get_some(
+        self,
+        keys: Sequence[BlockKey],
+        rooms: Sequence[Room],
+        got: list[Got | None],
+        some: Sequence[int],
+        deadline_s: float,
+        leading: bool,
+        at: int | str | None,
+        cancel: Cancelling | None,
+    ) -> dict[int, str]:
+        """One part of a `get_into`; which of its positions were not got, and why."""
+        mine, theirs = [keys[position] for position in some], [rooms[position] for position in some]
+        found: list[Got | None] = [None] * len(some)
+        route = Route(self._ranks, mine, at)
+        asking = self._lookup(mine, deadline_s, route, leading, cancel)
+        await asking.run(self._got_here(route.first(), mine, theirs, found, leading))
+        await Fetching(self.setting, asking, self.pace, deadline_s).copy(theirs, found)
+        missing: dict[int, str] = {}
+        for index, (position, one) in enumerate(zip(some, found, strict=True)):
+            if one is not None and index < asking.cut:
+                got[position] = one
+            elif leading:
+                missing[position] = asking.reason
+            else:
+                missing[position] = asking.missing.get(index, "absent")
+        return missing
+
+    def _got_here(
+        self,
+        shares: Sequence[Share],
+        keys: Sequence[BlockKey],
+        rooms: Sequence[Room],
+        found: list[Got | None],
+        leading: bool,
+    ) -> list[Share]:
+        """Take what needs no message; the shares of those that do."""
+        left: list[Share] = []
+        for access, positions in shares:
+            local: Sequence[Got | None] = ()
+            if access is not None:
+                mine = [keys[position] for position in positions]
+                local = self._get_local(access, mine, [rooms[position] for position in positions], leading)
+            for position, one in zip(positions, local, strict=False):
+                found[position] = one
+            rest = [position for position in positions if found[position] is None] if local else positions
+            if rest:
+                left.append((access, rest))
+        return left
+
+    def _window(self) -> int:
+        fits = self.pace.blocks_in(self._ranks.term_s * COPY_SHARE, self.layout.block_size)
+        return min(fits, WINDOW_MAX)
+
+    def _lookup(
+        self, keys: Sequence[BlockKey], deadline_s: float, route: Route, leading: bool, cancel: Cancelling | None
+    ) -> Asking:
+        budget_s = max(0.0, deadline_s - self._now_s())
+        wait_s = budget_s * ANSWER_SHARE
+        answers_by_s = deadline_s - budget_s * (1 - ANSWER_SHARE) / 2  # time to fetch from those who do answer
+
+        def pack(part: Part) -> bytes:
+            wait = wait_s if part.access.files.allows(part.sent_s) else 0.0
+            return wire.pack_lookup(part.number, wait, part.keys)
+
+        question = Question(Op.LOOKUP, pack, _take_found) if leading else Question(Op.GATHER, pack, _take_gathered)
+        return Asking(self.setting, keys, question, route, deadline_s, answers_by_s, leading, cancel)
+
+    # Writing
+
+    async def write(
+        self,
+        blocks: Sequence[Put],
+        budget_s: float,
+        at: int | str | None = None,
+        cancel: Cancelling | None = None,
+    ) -> list[PutResult]:
+        deadline_s = self._now_s() + budget_s
+        putting = Putting(self._ranks, self._driver, self.layout, blocks, deadline_s, at, cancel)
+        results = await putting.run()
+        self.counting.put(results, [block.size for block in blocks], Path.SHM)
+        return results
+
+    async def drop(self, keys: Sequence[BlockKey], budget_s: float) -> int:
+        return await self._forget(Op.DROP, keys, budget_s)
+
+    async def delete(self, keys: Sequence[BlockKey], budget_s: float) -> int:
+        return await self._forget(Op.DELETE, keys, budget_s)
+
+    async def _forget(self, op: Op, keys: Sequence[BlockKey], budget_s: float) -> int:
+        """Tell every owner; how many keys at least one of them forgot."""
+        deadline_s, gone = self._now_s() + budget_s, 0
+        for start in range(0, len(keys), wire.BATCH_MAX):
+            some = keys[start : start + wire.BATCH_MAX]
+            route, most = Route(self._ranks, some, reading=False), 0
+            shares = route.first()
+            while shares:
+                counts: list[int] = []
+
+                def take(part: Part, body: bytes, counts: list[int] = counts) -> tuple[Sequence[int], str]:
+                    counts.append(wire.unpack_count(body))
+                    return (), ""
+
+                question = Question(op, _keys, take)
+                await Asking(self.setting, some, question, route, deadline_s, deadline_s, leading=False).run(shares)
+                most = max(most, sum(counts))
+                shares = route.next(range(len(some)))
+            gone += most
+        return gone
+
+    # Counting
+
+    def counts(self) -> PoolCounts:
+        counts = self.counting.snapshot()
+        hedges = self.setting.hedges
+        breakers, breaks = self._ranks.breakers()
+        return replace(counts, breakers=breakers, breaks=breaks, hedges={"asked": hedges.asked, "won": hedges.won})
+
+
+def _keys(part: Part) -> bytes:
+    return b"".join(part.keys)
+
+
+def _take_count(part: Part, body: bytes) -> tuple[Sequence[int], str]:
+    return part.positions[wire.unpack_count(body) :], "absent"
+
+
+def _take_flags(part: Part, body: bytes) -> tuple[Sequence[int], str]:
+    return [
+        at for at, there in zip(part.positions, body.ljust(len(part.keys), b"\0"), strict=False) if not there
+    ], "absent"
+
+
+def _take_found(part: Part, body: bytes) -> tuple[Sequence[int], str]:
+    found = wire.unpack_found(body)
+    count = len(found.hits)
+    _sane(part, found, count)
+    part.at, part.names, part.found = part.positions[:count], part.keys[:count], found
+    return part.positions[count:], _CUTS[found.cut]
+
+
+def _take_gathered(part: Part, body: bytes) -> tuple[Sequence[int], str]:
+    found, indices = wire.unpack_gathered(body)
+    _sane(part, found, max(indices, default=-1) + 1)
+    part.at, part.names = [part.positions[index] for index in indices], [part.keys[index] for index in indices]
+    part.found = found
+    there = set(part.at)
+    return [position for position in part.positions if position not in there], _CUTS[found.cut]
+
+
+def _sane(part: Part, found: Found, count: int) -> None:
+    """What a rank says must be about what it was asked; and what it says of its file tier is remembered."""
+    if count > len(part.keys):
+        raise ProtocolError(f"rank {part.access.state.rank} answered for {count} keys of the {len(part.keys)} asked")
+    if found.cut is Cut.LATE:
+        part.access.files.bad(part.sent_s)
+    elif any(hit[4] for hit in found.hits):
+        part.access.files.good()
+
+
+_MATCH, _HAS = Question(Op.MATCH, _keys, _take_count), Question(Op.HAS, _keys, _take_flags)
