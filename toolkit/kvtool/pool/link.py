@@ -432,7 +432,7 @@ class Link:
             number = next(self._numbers)
             self._given_up[number] = (Op.PING, 0)
         try:
-            self._send(sock, wire.frame(Op.PING, number, 0), now_s)
+            self._send(sock, Op.PING, number, b"", now_s)
         except Unavailable:
             pass
 

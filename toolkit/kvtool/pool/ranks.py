@@ -143,7 +143,7 @@ class Ranks:
             kept[rank.rank] = self._outside.access(rank, bytes.fromhex(state.key), self.door, self.saw_epoch)
         gone = [access for rank, access in self._accesses.items() if kept.get(rank) is not access]
         self._accesses = kept
-        self.term_s, self.copies = state.lease_term_s, max(1, getattr(state, "copies", 1))
+        self.term_s, self.copies = state.lease_term_s, max(1, state.copies)
         self._placement = Placement(
             state.epoch, [Member(a.state.rank, a.state.identity, a.state.weight) for a in kept.values()]
         )

@@ -64,6 +64,8 @@ class PoolState:
     lease_term_s: float
     ranks: list[RankState] = field(default_factory=list)
     base: int = 0
+    copies: int = 1
+    """How many ranks hold each block, and may be asked for it."""
 
     @property
     def kv_layout(self) -> KVLayout:
