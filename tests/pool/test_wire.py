@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.errors import ProtocolError
+from kvtool.kv.copying import Why
+from kvtool.kv.hot import Near
 from kvtool.kv.record import Grant, Granted, Want
 from kvtool.kv.retention import Pin, Retention
 from kvtool.pool import wire
@@ -30,6 +32,10 @@ def test_batches_survive_the_way():
     assert wire.unpack_aborts(wire.pack_aborts(0.5, [(1, 2)])) == (0.5, [(1, 2)])
     assert wire.unpack_numbers(wire.pack_numbers([1, 2**60])) == [1, 2**60]
     assert wire.unpack_corrupt(wire.pack_corrupt(KEY, 3, 4)) == (KEY, 3, 4)
+    assert wire.unpack_copying(wire.pack_copying(7, Why.MEND)) == (7, Why.MEND)
+    near = [Near(0, 3, 1.5), Near(9, 1, 60.0)]
+    assert wire.unpack_found(wire.pack_found(2.0, wire.Cut.ABSENT, []) + wire.pack_near(near)).near == near
+    assert wire.unpack_found(wire.pack_found(2.0, wire.Cut.ABSENT, []) + wire.pack_near([])).near == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,7 +67,7 @@ def test_frames_that_cannot_be_are_refused_before_they_are_read(head, words):
 UNPACKERS = [
     wire.unpack_lookup, wire.unpack_wants, wire.unpack_commits, wire.unpack_aborts, wire.unpack_numbers,
     wire.unpack_corrupt, wire.split_keys, wire.unpack_count, wire.unpack_map, wire.unpack_found,
-    wire.unpack_grants, wire.unpack_committed,
+    wire.unpack_grants, wire.unpack_committed, wire.unpack_copying,
 ]  # fmt: skip
 PACKED = [
     wire.pack_lookup(9, 0.25, [KEY, KEY[::-1]]), wire.pack_wants(1.5, WANTS), wire.pack_commits([(1, 2, 2**63)]),
@@ -69,6 +75,7 @@ PACKED = [
     wire.pack_map({"nonce": KEY[:16], "dead": [1, {"a": None}]}),
     wire.pack_grants([Granted(Grant.GRANTED, 3, 2**40)], "why"),
     wire.pack_found(10.0, wire.Cut.FULL, []) + bytes(28), bytes([0, 1, 1, 0]),
+    wire.pack_found(10.0, wire.Cut.FULL, []) + wire.pack_near([Near(1, 2, 3.0)]), wire.pack_copying(3, Why.NEAR),
 ]  # fmt: skip
 
 

@@ -11,14 +11,18 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtool.kv.block import BlockKey
-from kvtool.kv.copying import Copy, Outcome
+from kvtool.kv.copying import Copy, CopyOf, Outcome, Why
+from kvtool.kv.hot import HotBlocks, Near
 from kvtool.kv.placement import Member, Placement
 from kvtool.kv.record import Holding
 from kvtool.kv.replicate import Replicator
 from kvtool.kv.source import Source
+from kvtool.pool import wire
+from kvtool.pool.loop import Connection
 from kvtool.pool.mover import Mover
 from kvtool.pool.state import PoolState, RankState
 from kvtool.pool.tiers import Event, Tiers
+from kvtool.pool.wire import Message
 
 OWNER = 0
 """Of the leases under which blocks are copied; clients count from 1."""
@@ -39,6 +43,7 @@ class Copier:
         self._tiers, self._store, self._post, self._sender = tiers, tiers.store, post, sender
         self._state: PoolState | None = None
         self._ranks: dict[int, RankState] = {}
+        self.hot = HotBlocks()
         tiers.arrivals = []
 
     def view(self, state: PoolState, now_s: float) -> None:
@@ -46,6 +51,7 @@ class Copier:
         self._state = state
         self._ranks = {rank.rank: rank for rank in state.ranks if rank.alive}
         members = [Member(rank.rank, rank.identity, rank.weight) for rank in self._ranks.values()]
+        self.hot.view(state.epoch, members, {rank.rank: rank.host for rank in self._ranks.values()})
         # which process it is says as much as its incarnation
         live = {rank.rank: (rank.started << 32) ^ rank.pid for rank in self._ranks.values()}
         self.rules.view(Placement(state.epoch, members), live, now_s)
@@ -59,6 +65,21 @@ class Copier:
         for copy in self.rules.pump(now_s, busy):
             self._begin(copy, now_s)
         return self.rules.next_due_s(now_s, busy)
+
+    def announced(self, connection: Connection, message: Message, now_s: float) -> None:
+        """What a connection puts from here on are copies of another rank's."""
+        connection.copies_for = wire.unpack_copying(message.body)
+
+    def read(self, host: str, blocks: Sequence[CopyOf], now_s: float) -> list[Near]:
+        """Somebody on `host` was given `blocks`: which of them are nearer to him, by position. Those that he and
+        others there read often are copied there."""
+        mine = self._ranks.get(self.rules.rank)
+        if mine is None or not host or host == mine.host:
+            return []
+        keys, lengths = [block.key for block in blocks], {block.key: block.length for block in blocks}
+        for key, rank in self.hot.read(host, keys, now_s):
+            self.rules.near(CopyOf(key, lengths[key], self.hot.limits.ttl_s), rank, now_s)
+        return self.hot.hints(host, keys, now_s)
 
     def close(self) -> None:
         self.mover.close()
@@ -74,6 +95,7 @@ class Copier:
             "left": rules.left,
             "leaving": rules.leaving,
             "empty": rules.leaving and rules.left == 0,
+            "near": self.hot.near,
             "counts": asdict(rules.counts),
         }
 
@@ -116,3 +138,6 @@ class Copier:
         if self._store.leases.has(read):  # it lapses by the clock if the mover was too slow
             self._store.release(read, now_s)
         self.rules.ended(copy, outcomes, now_s)
+        if copy.why is Why.NEAR:
+            for block, outcome in zip(copy.blocks, outcomes, strict=True):
+                self.hot.copied(block.key, copy.to, outcome in (Outcome.STORED, Outcome.THERE), now_s)

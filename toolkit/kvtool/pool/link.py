@@ -331,6 +331,7 @@ class Link:
             "layout": str(self._layout),
             "name": f"{self._name} pid {os.getpid()}",
             "ucx": self.ucx,
+            "host": socket.gethostname(),
         }
         knock = Knock(self._key, claims, self.state.identity, self.state.incarnation)
         _, session, epoch = shake(sock, knock, deadline_s)

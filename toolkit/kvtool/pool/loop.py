@@ -42,6 +42,8 @@ class Connection:
         self.admitted = False
         self.peer_rank: int | None = None
         self.ucx = False
+        self.host = ""
+        """Where the peer runs, if it says so."""
         self.copies_for: tuple[int, Why] | None = None
         """What it puts are copies of this rank's, for this reason."""
         self.door: Door | None = None

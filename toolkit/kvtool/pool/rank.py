@@ -131,6 +131,7 @@ class Rank:
         mover = Mover(self.rank, self.layout, self.tiers.memory, self.files)
         self.copier = Copier(rules, self.tiers, mover, self._post, self._sender)
         self.service.copier = self.copier
+        self.service.serve(Op.COPYING, self.copier.announced)
         self._copied_epoch = -1
 
     def _sender(self, owner: int) -> int | None:

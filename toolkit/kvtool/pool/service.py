@@ -14,8 +14,8 @@ from typing import Any
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.block import BlockKey
-from kvtool.kv.copying import Why
-from kvtool.kv.record import Committing, Grant, Granted, Holding, Reading, Want
+from kvtool.kv.copying import CopyOf, Why
+from kvtool.kv.record import Committing, Grant, Granted, Hit, Holding, Reading, Want
 from kvtool.pool import wire
 from kvtool.pool.copier import OWNER, Copier
 from kvtool.pool.handshake import Door
@@ -96,7 +96,6 @@ class Service:
             Op.DELETE: self._delete,
             Op.CORRUPT: self._corrupt,
             Op.TOUCH: self._touch,
-            Op.COPYING: self._copying,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
@@ -159,6 +158,7 @@ class Service:
             return
         connection.name = str(hello.get("name", connection.name))[:200]
         connection.ucx = bool(hello.get("ucx"))
+        connection.host = str(hello.get("host", ""))[:200]
         self._names[connection.owner] = connection.name
         if connection.ucx:
             self.want_ucx(time.monotonic() + UCX_SETTLE_S)
@@ -271,11 +271,18 @@ class Service:
         late = not reading.done
         hits = self.store.finish_read(reading, time.monotonic())
         cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
-        term_s = self.store.leases.term_s
+        term_s, near = self.store.leases.term_s, self._near(connection, hits)
         if positions is None:
-            connection.send(Op.LOOKUP, request, wire.pack_found(term_s, cut, hits))
+            connection.send(Op.LOOKUP, request, wire.pack_found(term_s, cut, hits) + near)
         else:
-            connection.send(Op.GATHER, request, wire.pack_gathered(term_s, cut, hits, positions))
+            connection.send(Op.GATHER, request, wire.pack_gathered(term_s, cut, hits, positions) + near)
+
+    def _near(self, connection: Connection, hits: list[Hit]) -> bytes:
+        """What the reader is told of copies on his own host."""
+        if self.copier is None or not connection.host:
+            return b""
+        blocks = [CopyOf(hit.key, hit.length) for hit in hits]
+        return wire.pack_near(self.copier.read(connection.host, blocks, time.monotonic()))
 
     def _release(self, connection: Connection, message: Message, now_s: float) -> None:
         for number in wire.unpack_numbers(message.body):
@@ -355,9 +362,6 @@ class Service:
         if any(slot >= self.store.dram.count for slot, _ in uses):
             raise ProtocolError(f"use of a slot that does not exist; this rank has {self.store.dram.count}")
         self.touched += self.store.touch(uses, now_s)
-
-    def _copying(self, connection: Connection, message: Message, now_s: float) -> None:
-        connection.copies_for = wire.unpack_copying(message.body)
 
     @property
     def busy(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ import msgpack
 from kvtool.errors import ProtocolError
 from kvtool.kv.block import KEY_SIZE, BlockKey
 from kvtool.kv.copying import Why
+from kvtool.kv.hot import Near
 from kvtool.kv.record import Commit, Grant, Granted, Hit, Want
 from kvtool.kv.retention import DEFAULT, Pin, Retention
 
@@ -81,6 +82,8 @@ _NUMBER = struct.Struct("<Q")
 _SETTLED = struct.Struct("<d")
 _CORRUPT = struct.Struct("<32sIQ")
 _COPYING = struct.Struct("<IB")
+_NEAR = struct.Struct("<IIf")
+_POSITION = struct.Struct("<I")
 _NO_KEY = bytes(KEY_SIZE)
 _DURABLE = -1.0
 _KEPT_DEFAULT = (_DURABLE, DEFAULT.priority, DEFAULT.pin, DEFAULT.copies)
@@ -269,6 +272,8 @@ class Found:
     cut: Cut
     hits: list[tuple[int, int, int, int, int]]
     """(slot, length, generation, checksum, 1 if it came from a file), in the order of the keys."""
+    near: list[Near] = field(default_factory=list)
+    """Copies on the asker's host; positions are those in `hits`."""
 
 
 def pack_found(term_s: float, cut: Cut, hits: Iterable[Hit]) -> bytes:
@@ -276,11 +281,11 @@ def pack_found(term_s: float, cut: Cut, hits: Iterable[Hit]) -> bytes:
     return _FOUND.pack(term_s, cut, len(records)) + b"".join(records)
 
 
-def unpack_found(body: Body) -> Found:
+def unpack_found(body: Body, gathered: bool = False) -> Found:
     term_s, cut, count = _head("found", _FOUND, body)
-    return Found(
-        _seconds(term_s), _one_of(Cut, cut), list(_HIT.iter_unpack(_records("found", _HIT, count, body, _FOUND.size)))
-    )
+    hits = list(_HIT.iter_unpack(_records("found", _HIT, count, body, _FOUND.size)))
+    near_at = _FOUND.size + count * (_HIT.size + _POSITION.size * gathered)
+    return Found(_seconds(term_s), _one_of(Cut, cut), hits, unpack_near(body, near_at))
 
 
 # Copying: (rank, why)
@@ -307,14 +312,31 @@ def unpack_gathered(body: Body) -> tuple[Found, tuple[int, ...]]:
     Raises:
         ProtocolError: as all of these; or positions that are there twice.
     """
-    found = unpack_found(body)
+    found = unpack_found(body, gathered=True)
     at = _FOUND.size + len(found.hits) * _HIT.size
-    if len(body) - at != 4 * len(found.hits):
-        raise ProtocolError(f"gathered: {len(found.hits)} positions announced, {len(body) - at} bytes sent")
-    positions = struct.unpack_from(f"<{len(found.hits)}I", body, at)
+    records = _records("gathered", _POSITION, len(found.hits), body, at)
+    positions = tuple(position for (position,) in _POSITION.iter_unpack(records))
     if len(set(positions)) != len(positions):
         raise ProtocolError("gathered: the peer sent a position twice")
     return found, positions
+
+
+# Near: behind what was found, copies on the asker's host: (position, rank, seconds that it lives) each
+
+
+def pack_near(near: Sequence[Near]) -> bytes:
+    if not near:
+        return b""
+    return _COUNT.pack(len(near)) + b"".join(_NEAR.pack(one.position, one.rank, one.left_s) for one in near)
+
+
+def unpack_near(body: Body, at: int) -> list[Near]:
+    """What stands at `at`, behind an answer's records; nothing is fine."""
+    if len(body) < at + _COUNT.size:
+        return []
+    (count,) = _COUNT.unpack_from(body, at)
+    records = _records("near", _NEAR, count, body, at + _COUNT.size)
+    return [Near(position, rank, _seconds(left_s)) for position, rank, left_s in _NEAR.iter_unpack(records)]
 
 
 # Reserve: (milliseconds it may wait, wants) -> (answers, the reason when something was full)
