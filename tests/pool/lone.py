@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from blocks import LAYOUT
@@ -17,7 +17,7 @@ from kvtool.pool.handshake import Knock, shake
 from kvtool.pool.loop import Loop
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.service import Service
-from kvtool.pool.state import RankState, started_at
+from kvtool.pool.state import PoolState, RankState, started_at, write_state
 from kvtool.pool.tiers import Tiers
 
 KEY = b"k" * 32
@@ -41,6 +41,13 @@ class Lone:
         self.loop.post(on_loop)
         assert done.wait(5), "the loop hangs"
         return given[0]
+
+    def state_file(self, far: bool = False) -> Path:
+        """For clients; `far`: as from another host."""
+        rank = replace(self.state, host="elsewhere") if far else self.state
+        path = Path(self.state.unix).parent / ("far.json" if far else "pool.json")
+        write_state(path, PoolState(7, KEY.hex(), "lone", asdict(LAYOUT), LAYOUT.block_size, 10.0, [rank]))
+        return path
 
     def connect(self, tcp: bool = False) -> socket.socket:
         sock = socket.socket(socket.AF_INET if tcp else socket.AF_UNIX)
@@ -76,7 +83,13 @@ def lone_rank(directory: Path, slots: int = 16, lease_term_s: float = 10.0):
         lambda now_s: min(0.05, max(0.0, (service.tick(now_s) or now_s + 1) - now_s)),
     )
     service = Service(
-        tiers, KEY, LAYOUT.fingerprint, str(LAYOUT), lambda: {"rank": 0, "identity": "lone/0"}, lambda: {"rank": 0}
+        tiers,
+        KEY,
+        LAYOUT.fingerprint,
+        str(LAYOUT),
+        lambda: {"rank": 0, "identity": "lone/0"},
+        lambda: {"rank": 0},
+        loop.post,
     )
     loop.listen_unix(directory / "lone.sock")
     tcp = loop.listen_tcp("127.0.0.1")

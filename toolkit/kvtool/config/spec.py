@@ -69,9 +69,10 @@ class PoolSpec(Section):
         description="When a block goes to its file: back, its memory is wanted; through, before its put is answered.",
     )
     flush: Seconds = _default("3s", "How long a stopping rank may write its memory to its file.")
-    path: Literal["auto", "shm", "ucx"] = Field(
+    path: Literal["auto", "shm", "ucx", "socket"] = Field(
         "auto",
-        description="How blocks travel: shm on the same node, ucx between nodes, auto by where the rank is.",
+        description="How blocks travel: shm on the same node, ucx between nodes, socket where neither can be had; auto "
+        "takes the first of them that it can.",
     )
     lease_term: Seconds = _default("10s", "How long a reader that died can hold a block.")
     namespace: str = Field(

@@ -12,7 +12,7 @@ Cheriton, "Leases" (SOSP 1989), section 2.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvtool.errors import LeaseLapsed
@@ -29,6 +29,8 @@ class Lease:
     granted_at_s: float
     lapses_at_s: float
     slots: set[int] = field(default_factory=set)
+    told: dict[int, int] = field(default_factory=dict)
+    """Slot -> length of the blocks that the reader was told of: what he may have sent to him."""
 
 
 class LeaseTable:
@@ -71,6 +73,11 @@ class LeaseTable:
             lease.lapses_at_s = now_s + self.term_s
             heapq.heappush(self._due, (lease.lapses_at_s, lease.read))
 
+    def told(self, read: ReadId, slot: int) -> int | None:
+        """How many bytes of `slot` this read may have; None when its lease is over, or never was."""
+        lease = self._leases.get(read)
+        return None if lease is None else lease.told.get(slot)
+
     def held(self, slot: int) -> bool:
         """Whether a lease is on `slot`. A lease that lapsed still counts until `expire` has run: never too early."""
         return slot in self._readers
@@ -78,6 +85,15 @@ class LeaseTable:
     @property
     def held_slots(self) -> int:
         return len(self._readers)
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Bytes of `slots` are being sent by us: nobody may write there until `unpin`, whatever the clock says."""
+        for slot in slots:
+            self._readers[slot] = self._readers.get(slot, 0) + 1
+
+    def unpin(self, slots: Iterable[int]) -> list[int]:
+        """That is over; the slots that nobody holds any more."""
+        return [slot for slot in slots if self._drop(slot)]
 
     def release(self, read: ReadId, now_s: float) -> list[int]:
         """End a read; the slots that no lease holds any more.
@@ -119,12 +135,13 @@ class LeaseTable:
         if len(self._due) > 64 + 4 * len(self._leases):  # released leases leave their heap entries behind
             self._due = [(kept.lapses_at_s, kept.read) for kept in self._leases.values()]
             heapq.heapify(self._due)
-        freed = []
-        for slot in lease.slots:
-            left = self._readers[slot] - 1
-            if left:
-                self._readers[slot] = left
-            else:
-                del self._readers[slot]
-                freed.append(slot)
-        return freed
+        return [slot for slot in lease.slots if self._drop(slot)]
+
+    def _drop(self, slot: int) -> bool:
+        """One holder less; whether it was the last."""
+        left = self._readers[slot] - 1
+        if left:
+            self._readers[slot] = left
+        else:
+            del self._readers[slot]
+        return not left

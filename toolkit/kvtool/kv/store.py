@@ -274,6 +274,7 @@ class Store(Sources):
         reading.waiting, reading.stalled = 0, False
         self.leases.answered(reading.lease, now_s)
         run = reading.run
+        reading.lease.told = {hit.slot: hit.length for hit in run}
         turn = self._turn_of_read(reading.lease.read[0], run, now_s)
         for hit in reversed(run):  # the first block of a prefix is the last to go
             hit.entry.turn = turn
@@ -311,6 +312,21 @@ class Store(Sources):
                 self._offer(entry)
                 count += 1
         return count
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """This rank sends `slots` itself, under a lease that may end before the send does: they stay as they are."""
+        self.leases.pin(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """The send is over, one way or the other."""
+        self._unheld(self.leases.unpin(slots))
+
+    def reserved(self, owner: int, slot: int, generation: int, now_s: float) -> int | None:
+        """How many bytes `owner` may write into `slot`; None when it has no reservation there (any more)."""
+        entry = self._reserved.get(slot)
+        if entry is None or (entry.owner, entry.generation) != (owner, generation) or now_s >= entry.deadline_s:
+            return None
+        return entry.length
 
     def drop(self, keys: Iterable[BlockKey], now_s: float) -> int:
         """Forget transient blocks early; one that was put n times goes with the n-th drop."""

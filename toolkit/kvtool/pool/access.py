@@ -3,7 +3,7 @@
 Mapped, a read is a view in place and a put is written straight into the slot. Reads have a mapping of their own, which
 the kernel keeps read-only: a reader with a bug faults, instead of damaging blocks or headers of others; the writable
 mapping is made with the first put. By UCX, both go through the client's registered staging memory, one transfer for all
-blocks of a rank.
+blocks of a rank. By socket, bytes follow the requests on connections of their own: for whoever has neither.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from kvtool.errors import KvtoolError, PoolUnavailable, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Path
 from kvtool.pool.breaker import Breaker
+from kvtool.pool.lane import Lanes
 from kvtool.pool.link import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
 from kvtool.pool.pace import Answers
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Op, pack_aborts
+from kvtool.transfer import nixl
 from kvtool.transfer.segment import Segment
+from kvtool.transfer.staging import Staging
 
 if TYPE_CHECKING:
     from kvtool.transfer.ucx import UcxReader
@@ -42,13 +45,14 @@ PREFAULT_MAX = 2**30
 
 
 class UcxDoor:
-    """The client's one UCX reader, made when first needed. Thread-safe."""
+    """The client's staging memory: its one UCX reader, and its inbox; each made when first needed. Thread-safe."""
 
     def __init__(self, name: str, layout: KVLayout, staging_size: int = STAGING_SIZE) -> None:
         self._name, self._layout = name, layout
         self._size = max(staging_size, STAGING_BLOCKS_MIN * layout.block_size)
         self._lock = threading.Lock()
         self._reader: UcxReader | None = None
+        self._inbox: Staging | None = None
         self._closed = False
         self._abandoned: list[tuple[Line, list[tuple[int, int]]]] = []
 
@@ -69,9 +73,27 @@ class UcxDoor:
             return self._reader
 
     @property
+    def inbox(self) -> Staging:
+        """Where blocks that come by socket are received.
+
+        Raises:
+            PoolUnavailable: the client is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise PoolUnavailable("this client of the pool is closed")
+            if self._inbox is None:
+                self._inbox = Staging(self._size, self._layout.block_size)
+            return self._inbox
+
+    @property
     def blocks(self) -> int:
         """How many blocks one transfer may have."""
         return self.reader.staging.slots
+
+    def blocks_by(self, path: Path | None) -> int:
+        """As `blocks`, of a transfer by `path`."""
+        return self.inbox.slots if path is Path.SOCKET else self.blocks
 
     def abandon(self, link: Line, reserved: list[tuple[int, int]]) -> None:
         """A write into the slots `reserved` (slot, generation) of the rank behind `link` may still be under way: the
@@ -124,6 +146,7 @@ class Access:
         """Mapped for reading."""
         self.peer = f"{state.identity}:{state.pid}:{state.started}"
         self._layout, self._wanted, self._door = layout, path, door
+        self.lanes = Lanes(lambda deadline_s: link.lane(deadline_s))
         self._segments: list[Segment] = []
         self._writable: SlotMemory | None = None
         self._lock = threading.Lock()
@@ -131,7 +154,8 @@ class Access:
     @staticmethod
     def wants_ucx(state: RankState, path: str) -> bool:
         if path == "auto":
-            return not (state.host == socket.gethostname() and FilePath("/dev/shm", state.segment).exists())
+            mapped = state.host == socket.gethostname() and FilePath("/dev/shm", state.segment).exists()
+            return not mapped and bool(state.ucx_metadata) and nixl.installed()
         return path == "ucx"
 
     def open(self, deadline_s: float) -> Path | None:
@@ -140,7 +164,7 @@ class Access:
         Raises:
             Unavailable: the rank does not answer.
         """
-        if self.path is Path.SHM:
+        if self.path in (Path.SHM, Path.SOCKET):
             return self.path
         if self.link.ucx and not self.transfers.allows(self._now_s()):
             return None
@@ -153,6 +177,9 @@ class Access:
                 return self._open_ucx(deadline_s)
             if self.path is None and self._wanted in ("auto", "shm"):
                 self._open_shm()
+            if self.path is None and self._wanted in ("auto", "socket"):
+                self.link.connect(deadline_s)
+                self.path = Path.SOCKET
             return self.path
         finally:
             self._lock.release()
@@ -208,6 +235,7 @@ class Access:
 
     def close(self) -> None:
         self.link.close()
+        self.lanes.close()
         self.memory = self._writable = None
         for segment in self._segments:
             segment.close()

@@ -41,8 +41,8 @@ PROBE_S = 0.25
 class PoolClient(Verbs):
     """A `pool.base.Pool` over the ranks that `state_file` names. Thread-safe, and without threads of its own.
 
-    `path`: "auto" (shared memory where it can be, else UCX), "shm" or "ucx". No pool running yet is no error. `outside`
-    replaces the machine's clock and network (see `outside`); `state_file` and `path` then mean nothing.
+    `path`: "shm", "ucx", "socket", or "auto" (the first of them that can be had). No pool running yet is no error.
+    `outside` replaces the machine's clock and network (see `outside`); `state_file` and `path` then mean nothing.
 
     `at`, in every call that has it: ask that rank (number or identity) and no other, whoever the owners are.
 
@@ -62,8 +62,8 @@ class PoolClient(Verbs):
         client_name: str = "client",
         outside: Outside | None = None,
     ) -> None:
-        if path not in ("auto", "shm", "ucx"):
-            raise SpecRefused(f"pool.path: wanted auto, shm or ucx, found {path!r}")
+        if path not in ("auto", "shm", "ucx", "socket"):
+            raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
         self.layout = layout
         outside = outside or Outside(FilePath(state_file), layout, path, client_name)
         self._now_s = outside.now_s

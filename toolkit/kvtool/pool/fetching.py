@@ -1,8 +1,9 @@
 """From leases to bytes: what ranks answered, as checked blocks in place, or copied into the caller's buffers.
 
-In place, where a rank's memory is mapped: a view, hashed once. Elsewhere blocks come by UCX into the client's staging,
-one transfer a rank, or straight into a buffer that the caller registered. A copy into a buffer is hashed as it is made
-(`transfer.checksum`), so it is the copy that is vouched for; whatever happens to the lease meanwhile cannot spoil it.
+In place, where a rank's memory is mapped: a view, hashed once. Elsewhere blocks come by UCX or by socket into the
+client's staging, one transfer a rank, or by socket straight into the caller's buffer. A copy into a buffer is hashed as
+it is made (`transfer.checksum`), so it is the copy that is vouched for; whatever happens to the lease meanwhile cannot
+spoil it.
 
 A block whose bytes are not its own is a miss: "lapsed" when its lease is over, else "corrupt", and its rank is told.
 """
@@ -18,12 +19,13 @@ from kvtool.kv.block import BlockKey
 from kvtool.pool import wire
 from kvtool.pool.asking import Asking, Part, Setting
 from kvtool.pool.base import BlockView, Got, Path, Tier, hit_of
-from kvtool.pool.buffers import Room
+from kvtool.pool.buffers import HostRoom, Room
 from kvtool.pool.driver import UCX_SIZE
 from kvtool.pool.pace import Pace
 from kvtool.pool.reading import Held, Placed
 from kvtool.pool.wire import Op
 from kvtool.transfer.checksum import checksum
+from kvtool.transfer.staging import Staged
 
 Hit = tuple[int, BlockKey, tuple[int, int, int, int, int]]
 """(position, key, (slot, length, generation, checksum, 1 if it came from a file))"""
@@ -148,8 +150,11 @@ class Fetching:
     async def _copy_far(
         self, part: Part, hits: Sequence[Hit], rooms: Sequence[Room], got: list[Got | None], lapses_at_s: float
     ) -> None:
+        if part.access.path is Path.SOCKET and all(isinstance(rooms[position], HostRoom) for position, _, _ in hits):
+            await self._driver.work(UCX_SIZE, lambda: self._receive(part, hits, rooms, got, lapses_at_s))
+            return
         while hits:
-            step = max(1, self._door_blocks() // 2)
+            step = max(1, self._door_blocks(part) // 2)
             data, held = await self._bring(part, hits[:step], lapses_at_s)
             if not data:
                 self._asking.end([position for position, _, _ in hits[step:]], "rank_down")
@@ -186,11 +191,40 @@ class Fetching:
                 self._asking.end([position], self._failed(part, key, slot, generation, lapses_at_s))
         self._pace.add(total, self._now_s() - began_s)
 
-    # By UCX
+    def _receive(
+        self, part: Part, hits: Sequence[Hit], rooms: Sequence[Room], got: list[Got | None], lapses_at_s: float
+    ) -> None:
+        """By socket straight into buffers in host memory; each block is checked as it has come."""
+        views = []
+        for position, _, hit in hits:
+            room = rooms[position]
+            assert isinstance(room, HostRoom)
+            views.append(room.view[: hit[1]])
 
-    def _door_blocks(self) -> int:
+        def check(at: int) -> None:
+            position, key, (slot, length, generation, wanted, filed) = hits[at]
+            if checksum(views[at], key) == wanted:
+                got[position] = hit_of(length, bool(filed), Path.SOCKET)
+            else:
+                self._asking.end([position], self._failed(part, key, slot, generation, lapses_at_s))
+
+        slots, began_s = [hit[0] for _, _, hit in hits], self._now_s()
         try:
-            return self._ranks.door.blocks
+            part.access.lanes.receive(part.access.link, part.number, slots, views, self._deadline_s, check)
+        except KvtoolError:
+            part.access.transfers.bad(self._now_s())
+            lost = [position for position, _, _ in hits if got[position] is None]
+            self._asking.end(lost, "timeout" if self._now_s() >= self._deadline_s else "rank_down")
+            self._ranks.lost()
+            return
+        part.access.transfers.good()
+        self._pace.add(sum(map(len, views)), self._now_s() - began_s)
+
+    # By UCX or socket
+
+    def _door_blocks(self, part: Part) -> int:
+        try:
+            return self._ranks.door.blocks_by(part.access.path)
         except KvtoolError:
             return 0  # closed meanwhile, or no UCX: `_bring` finds that out
 
@@ -201,18 +235,20 @@ class Fetching:
         if not hits:
             return [], none
         positions = [position for position, _, _ in hits]
-        if access.path is not Path.UCX:  # its memory was unmapped under us
+        if access.path not in (Path.UCX, Path.SOCKET):  # its memory was unmapped under us
             self._asking.end(positions, "rank_down")
             return [], none
         try:
             door.look_after()
-            count = min(len(hits), door.blocks - self._staged)  # waiting for more would be waiting for ourselves
+            count = min(
+                len(hits), door.blocks_by(access.path) - self._staged
+            )  # waiting for more would be waiting for ourselves
             if count < len(hits):
                 self._asking.end(positions[count:], "full")
             if count <= 0:
                 return [], none
-            ranges = [(access.offset(hit[0]), hit[1]) for _, _, hit in hits[:count]]
-            staged = await self._driver.work(UCX_SIZE, lambda: door.reader.read(access.peer, ranges, self._deadline_s))
+            bring = functools.partial(self._transfer, part, hits[:count])
+            staged = await self._driver.work(UCX_SIZE, bring)
         except KvtoolError:
             access.transfers.bad(self._now_s())
             self._asking.end(positions, "timeout" if self._now_s() >= self._deadline_s else "rank_down")
@@ -226,6 +262,23 @@ class Fetching:
             staged.release()
 
         return [view.toreadonly() for view in staged], Held(lapses_at_s, self._now_s, None, release)
+
+    def _transfer(self, part: Part, hits: Sequence[Hit]) -> Staged:
+        """
+        Raises:
+            KvtoolError: not all of it came by the deadline.
+        """
+        door, access = self._ranks.door, part.access
+        if access.path is Path.UCX:
+            ranges = [(access.offset(hit[0]), hit[1]) for _, _, hit in hits]
+            return door.reader.read(access.peer, ranges, self._deadline_s)
+        staged = door.inbox.take([hit[1] for _, _, hit in hits], self._deadline_s)
+        try:
+            access.lanes.receive(access.link, part.number, [hit[0] for _, _, hit in hits], staged, self._deadline_s)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
 
     def _release(self, part: Part) -> Callable[[], None]:
         return functools.partial(part.access.link.tell, Op.RELEASE, wire.pack_numbers([part.number]))

@@ -24,17 +24,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvtool.errors import ProtocolError, Refused, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Grant
 from kvtool.pool import wire
 from kvtool.pool.handshake import Knock, Seal, Session, shake
+from kvtool.pool.lane import Lane
 from kvtool.pool.loop import short_path
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Message, Op, Status
 
+_T = TypeVar("_T")
 RETRY_S = 0.5
 PROBES_S = (0.5, 8.0)
 """Between the PINGs to a rank that does not answer: the first interval, and the longest."""
@@ -74,6 +76,7 @@ class Line(Protocol):
     def tell(self, op: Op, body: bytes) -> None: ...
 
     def wait(self, number: int, until_s: float) -> bool: ...
+    def say(self, op: Op, body: bytes, deadline_s: float) -> None: ...
 
     def finish(self, number: int, deadline_s: float) -> bytes: ...
 
@@ -88,6 +91,8 @@ class Line(Protocol):
     def begin_writing(self) -> bool: ...
 
     def end_writing(self) -> None: ...
+
+    def lane(self, deadline_s: float) -> Lane: ...
 
     def close(self) -> None: ...
 
@@ -119,6 +124,8 @@ class Link:
         self._dialling = threading.Lock()
         self._splitter = wire.Splitter()
         self._seal: Seal | None = None  # of what we send; under `_sending`
+        self._session: Session | None = None
+        self._owner = 0
         self._replies: dict[int, Message] = {}
         self._kinds: dict[int, tuple[Op, int]] = {}  # of the replies
         self._asked: dict[int, tuple[Op, int]] = {}  # requests on the way; the int says how to undo a lookup
@@ -181,12 +188,21 @@ class Link:
 
     def tell(self, op: Op, body: bytes) -> None:
         """Send what needs no answer; lost with the connection, as is what it is about."""
+        try:
+            self.say(op, body, self._now_s() + 0.1)
+        except Unavailable:
+            pass
+
+    def say(self, op: Op, body: bytes, deadline_s: float) -> None:
+        """Send what has no answer.
+
+        Raises:
+            RankDown, RankSlow: it did not go out.
+        """
         sock = self._sock
-        if sock is not None:
-            try:
-                self._send(sock, op, 0, body, self._now_s() + 0.1)
-            except Unavailable:
-                pass
+        if sock is None:
+            raise RankDown(f"rank {self.state.rank} closed the connection")
+        self._send(sock, op, 0, body, deadline_s)
 
     def wait(self, number: int, until_s: float) -> bool:
         """Wait for the answer to a request, or for the link to break: whether `finish` would return or raise at once.
@@ -254,6 +270,21 @@ class Link:
     def call(self, op: Op, body: bytes, deadline_s: float) -> bytes:
         return self.finish(self.start(op, body, deadline_s), deadline_s)
 
+    def lane(self, deadline_s: float) -> Lane:
+        """A new data connection of this client, for one transfer at a time.
+
+        Raises:
+            RankDown, RankSlow: it cannot be made. Refused: the rank's own sentence.
+        """
+        self._connected(deadline_s)
+        with self._lock:
+            session, owner = self._session, self._owner
+        if session is None:
+            raise RankDown(f"rank {self.state.rank} closed the connection")
+        knock = Knock(session.data, {"data": owner}, self.state.identity, self.state.incarnation)
+        sock, (said, _, _) = self._reach(deadline_s, lambda sock: shake(sock, knock, deadline_s))
+        return Lane(sock, said["you"], self._now_s)
+
     def begin_writing(self) -> bool:
         """Before bytes are written under a reservation of this link; False when it is lost already."""
         with self._lock:
@@ -295,6 +326,19 @@ class Link:
             self._dialling.release()
 
     def _dial(self, deadline_s: float) -> socket.socket:
+        sock, (welcome, session) = self._reach(deadline_s, lambda sock: self._shake_hands(sock, deadline_s))
+        sock.setblocking(False)
+        splitter, seal = wire.Splitter(), None
+        if not self._local:
+            seal, splitter.seal = Seal(session.up), Seal(session.down)
+        with self._sending, self._lock:
+            self._sock, self._splitter, self._seal, self._open_since_s = sock, splitter, seal, None
+            self._session, self._owner = session, welcome["you"]
+            self._doubt_s = None
+            self.heard_s = self._now_s()
+        return sock
+
+    def _reach(self, deadline_s: float, shake_hands: Callable[[socket.socket], _T]) -> tuple[socket.socket, _T]:
         family = socket.AF_UNIX if self._local else socket.AF_INET6 if ":" in self.state.tcp[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -305,7 +349,7 @@ class Link:
             else:
                 sock.connect(self.state.tcp)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session = self._shake_hands(sock, deadline_s)
+            return sock, shake_hands(sock)
         except TimeoutError:
             sock.close()
             raise RankSlow(f"rank {self.state.rank} does not answer the handshake in time") from None
@@ -315,17 +359,8 @@ class Link:
         except BaseException:
             sock.close()
             raise
-        sock.setblocking(False)
-        splitter, seal = wire.Splitter(), None
-        if not self._local:
-            seal, splitter.seal = Seal(session.up), Seal(session.down)
-        with self._sending, self._lock:
-            self._sock, self._splitter, self._seal, self._open_since_s = sock, splitter, seal, None
-            self._doubt_s = None
-            self.heard_s = self._now_s()
-        return sock
 
-    def _shake_hands(self, sock: socket.socket, deadline_s: float) -> Session:
+    def _shake_hands(self, sock: socket.socket, deadline_s: float) -> tuple[dict[str, Any], Session]:
         claims = {
             "fingerprint": self._layout.fingerprint,
             "layout": str(self._layout),
@@ -334,9 +369,9 @@ class Link:
             "host": socket.gethostname(),
         }
         knock = Knock(self._key, claims, self.state.identity, self.state.incarnation)
-        _, session, epoch = shake(sock, knock, deadline_s)
+        welcome, session, epoch = shake(sock, knock, deadline_s)
         self._on_epoch(epoch)
-        return session
+        return welcome, session
 
     # Sending and receiving
 

@@ -182,6 +182,14 @@ class Loop:
         self._selector.register(sock, selectors.EVENT_READ, connection)
         return connection
 
+    def detach(self, connection: Connection) -> socket.socket:
+        """The socket, for somebody else to serve; as a connection it is closed."""
+        connection.closed = True
+        self._selector.unregister(connection.sock)
+        del self.connections[connection.owner]
+        self._strangers.pop(connection.owner, None)
+        return connection.sock
+
     def watch(self, connection: Connection, writing: bool) -> None:
         if not connection.closed:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)

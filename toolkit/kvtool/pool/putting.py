@@ -139,7 +139,7 @@ class Putting:
         except KvtoolError as error:
             return str(error)
         if path is None:
-            return f"rank {access.state.rank}: neither shared memory nor UCX reaches it"
+            return f"rank {access.state.rank}: neither shared memory nor UCX nor a socket reaches it"
         if path is Path.SHM and memory is None:
             return down
         return _Part(access, path, memory) if access.link.begin_writing() else down
@@ -194,6 +194,9 @@ class Putting:
             size = sum(self._blocks[position].size for position, _ in part.granted)
             await self._driver.work(size, lambda: self._write_mapped(part))
             return
+        if part.path is Path.SOCKET:
+            await self._driver.work(UCX_SIZE, lambda: self._write_socket(part))
+            return
         try:
             step = max(1, self._door.blocks // 4)
         except KvtoolError as error:  # closed meanwhile
@@ -212,6 +215,33 @@ class Putting:
             block = self._blocks[position]
             room = memory.slot(grant.slot, block.size)
             part.commits.append((grant.slot, grant.generation, fill_room(block, room)))
+
+    def _write_socket(self, part: _Part) -> None:
+        """One transfer for all of a rank's blocks; each is sent while it is in the cache, from the same memory."""
+        try:
+            lane = part.access.lanes.take(self._deadline_s)
+        except KvtoolError as error:
+            self._fail([position for position, _ in part.granted], str(error))
+            return
+        lane.owed = True
+        commits = []
+        try:
+            with self._door.inbox.take([self._layout.block_size], self._deadline_s) as (room,):
+                transfer = lane.next_transfer()
+                slots = [(grant.slot, grant.generation) for _, grant in part.granted]
+                part.access.link.say(Op.WRITE, wire.pack_write(lane.number, transfer, slots), self._deadline_s)
+                size = sum(self._blocks[position].size for position, _ in part.granted)
+                lane.announce(transfer, size, self._deadline_s)
+                for position, grant in part.granted:
+                    block = self._blocks[position]
+                    piece = room[: block.size]
+                    commits.append((grant.slot, grant.generation, fill_room(block, piece)))
+                    lane.send([piece], self._deadline_s)
+            part.commits, lane.owed = commits, False
+        except KvtoolError as error:
+            self._fail([position for position, _ in part.granted], str(error))
+        finally:
+            part.access.lanes.give(lane)
 
     def _write_ucx(self, part: _Part, granted: Sequence[tuple[int, Granted]]) -> bool:
         from kvtool.transfer.ucx import PeerDead

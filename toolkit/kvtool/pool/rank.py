@@ -116,7 +116,9 @@ class Rank:
         )
         self.members = Membership(self.rank, state, Path(self.config.state_file), self._meeting.watch)
         self.members.on_retire = lambda why: self._stop(0, None)
-        self.service = Service(self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report)
+        self.service = Service(
+            self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report, self.loop.post
+        )
         self.service.on_peer = self.members.admit
         for op, handler in (
             (Op.VIEW, self.members.view), (Op.JOIN, self.members.join), (Op.DRAIN, self.members.drain),

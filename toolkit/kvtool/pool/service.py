@@ -18,7 +18,8 @@ from kvtool.kv.copying import CopyOf, Why
 from kvtool.kv.record import Committing, Grant, Granted, Hit, Holding, Reading, Want
 from kvtool.pool import wire
 from kvtool.pool.copier import OWNER, Copier
-from kvtool.pool.handshake import Door
+from kvtool.pool.data import Lanes
+from kvtool.pool.gate import Gate
 from kvtool.pool.loop import Connection
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.wire import Cut, Message, Op
@@ -60,7 +61,8 @@ class _WaitingPut(_Waiting):
 
 
 class Service:
-    """`welcome` gives what a client must know of this rank; `report` adds to the answer of STATUS."""
+    """`welcome` gives what a client must know of this rank; `report` adds to the answer of STATUS. `post` has a call
+    run where the rules live, from any thread; without one there are no data connections."""
 
     def __init__(
         self,
@@ -70,10 +72,12 @@ class Service:
         layout: str,
         welcome: Callable[[], dict[str, Any]],
         report: Callable[[], dict[str, Any]],
+        post: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.tiers, self.store = tiers, tiers.store
-        self._key, self._fingerprint, self._layout = key, fingerprint, layout
-        self._welcome, self._report = welcome, report
+        self.gate = Gate(key, fingerprint, layout, welcome)
+        self.lanes = Lanes(self.store, tiers.memory, post, self._moved)
+        self._report = report
         self._reads: list[_WaitingRead] = []
         self._puts: list[_WaitingPut] = []
         self._names: dict[int, str] = {OWNER: "this rank"}
@@ -95,6 +99,8 @@ class Service:
             Op.GATHER: self._gather,
             Op.DELETE: self._delete,
             Op.CORRUPT: self._corrupt,
+            Op.READ: self._read,
+            Op.WRITE: self._write,
             Op.TOUCH: self._touch,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
@@ -108,10 +114,7 @@ class Service:
     # Connections
 
     def opened(self, connection: Connection) -> None:
-        """Greet: who we are, and the nonce that the peer must prove the key with."""
-        me = self._welcome()
-        connection.door = Door(me["identity"], me.get("incarnation", 1))
-        connection.send(Op.HELLO, 0, connection.door.greeting)
+        self.gate.greet(connection)
 
     def message(self, connection: Connection, message: Message) -> None:
         """
@@ -119,8 +122,6 @@ class Service:
             ProtocolError: nonsense; the connection is to be closed.
         """
         if not connection.admitted:
-            if message.op is not Op.HELLO:
-                raise ProtocolError(f"the first message must be HELLO, found {message.op.name}")
             self._hello(connection, message)
             return
         handler = self._handlers.get(message.op)
@@ -134,27 +135,12 @@ class Service:
         handler(connection, message, now_s)
 
     def _hello(self, connection: Connection, message: Message) -> None:
-        door, me = connection.door, self._welcome()
-        assert door is not None
-        hello = door.read(message.body)
-        if not door.proves(self._key):
-            raise ProtocolError("the peer does not know the pool's key; use the state file of the running pool")
-        if hello.get("to", me["identity"]) != me["identity"]:
-            raise ProtocolError(f"the peer means to talk to {str(hello['to'])[:200]}, this is {me['identity']}")
-        incarnation = me.get("incarnation", 1)
-        if hello.get("incarnation", incarnation) != incarnation:
-            raise ProtocolError(
-                f"the peer means to talk to incarnation {str(hello['incarnation'])[:20]} of {me['identity']}, "
-                f"this is {incarnation}; read the state file again"
-            )
-        if hello.get("fingerprint", self._fingerprint) != self._fingerprint:
-            connection.refuse(
-                message.request,
-                Op.HELLO,
-                f"KV layouts differ: this pool holds {self._layout} (fingerprint {self._fingerprint}), "
-                f"{hello.get('name')} has {hello.get('layout')} (fingerprint {hello.get('fingerprint')}); "
-                "start the pool with the layout of the engine",
-            )
+        hello = self.gate.let_in(connection, message, lambda client: self.lanes.may_open(client.owner))
+        if hello is None:
+            return
+        client = self.gate.owner_of(hello)
+        if client is not None:
+            self.lanes.open(connection.owner, client.owner, connection.loop.detach(connection))
             return
         connection.name = str(hello.get("name", connection.name))[:200]
         connection.ucx = bool(hello.get("ucx"))
@@ -162,16 +148,16 @@ class Service:
         self._names[connection.owner] = connection.name
         if connection.ucx:
             self.want_ucx(time.monotonic() + UCX_SETTLE_S)
-        answer, session = door.answer(self._key, me)
-        connection.send(Op.HELLO, message.request, answer)
-        connection.door = None
-        connection.admit(session)
         peer = hello.get("peer")
         if isinstance(peer, bytes):
             self.on_peer(connection, peer)
 
     def closed(self, connection: Connection) -> None:
         """Nothing of a client outlives it, except what it may still be writing."""
+        self.gate.gone(connection)
+        self.lanes.leave(connection.owner, lambda: self._gone(connection))
+
+    def _gone(self, connection: Connection) -> None:
         now_s = time.monotonic()
         self._reads = [waiting for waiting in self._reads if waiting.connection is not connection]
         self._puts = [waiting for waiting in self._puts if waiting.connection is not connection]
@@ -284,6 +270,14 @@ class Service:
         blocks = [CopyOf(hit.key, hit.length) for hit in hits]
         return wire.pack_near(self.copier.read(connection.host, blocks, time.monotonic()))
 
+    def _read(self, connection: Connection, message: Message, now_s: float) -> None:
+        lane, transfer, number, slots = wire.unpack_read(message.body)
+        self.lanes.send(connection.owner, lane, transfer, number, slots, now_s)
+
+    def _write(self, connection: Connection, message: Message, now_s: float) -> None:
+        lane, transfer, slots = wire.unpack_write(message.body)
+        self.lanes.receive(connection.owner, lane, transfer, slots, now_s)
+
     def _release(self, connection: Connection, message: Message, now_s: float) -> None:
         for number in wire.unpack_numbers(message.body):
             self.store.release((connection.owner, number), now_s)
@@ -314,6 +308,9 @@ class Service:
         slots = self.store.dram.count
         if any(slot >= slots for slot, _, _ in commits):
             raise ProtocolError(f"commit of a slot that does not exist; this rank has {slots}")
+        written = [(slot, generation) for slot, generation, _ in commits]
+        if self.lanes.after(connection.owner, written, lambda: self._commit_later(connection, message)):
+            return
         committing = self.store.commit_all(connection.owner, commits, now_s)
         self.tiers.carry_out()
         waiting = _WaitingCommit(connection, message.request, now_s, now_s + DURABLE_WAIT_S, committing)
@@ -329,9 +326,16 @@ class Service:
                 self._commits.remove(commit)
                 commit.connection.send(Op.COMMIT, commit.request, bytes(commit.committing.results))
 
+    def _commit_later(self, connection: Connection, message: Message) -> None:
+        """What it commits has come in, whole or not."""
+        if not connection.closed:
+            self._commit(connection, message, time.monotonic())
+
     def _abort(self, connection: Connection, message: Message, now_s: float) -> None:
         settle_s, aborts = wire.unpack_aborts(message.body)
         for slot, generation in aborts:
+            if self.lanes.aborting(connection.owner, slot, generation):
+                continue
             self.store.abort(connection.owner, slot, generation, now_s, min(max(0.0, settle_s), SETTLE_MAX_S))
         self._moved(now_s)
 
@@ -387,12 +391,15 @@ class Service:
             "touched": self.touched,
             "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
             **({} if self.copier is None else {"copying": self.copier.status()}),
+            "lanes": len(self.lanes),
+            "transfers": {**self.lanes.counts, "bytes": dict(self.lanes.bytes)},
             **self._report(),
         }
         connection.send(Op.STATUS, message.request, wire.pack_map(status))
 
     def _audit(self, connection: Connection, message: Message, now_s: float) -> None:
-        held = self.store.audit(now_s) + ([] if self.copier is None else self.copier.audit(now_s))
+        held = [*self.store.audit(now_s), *self.lanes.audit(now_s)]
+        held += [] if self.copier is None else self.copier.audit(now_s)
         lines = [{**asdict(line), "name": self._names.get(line.owner, "")} for line in held]
         for kind, waiting in (("waiting read", list[_Waiting](self._reads)), ("waiting put", list(self._puts))):
             if waiting:

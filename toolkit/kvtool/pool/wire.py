@@ -58,6 +58,10 @@ class Op(IntEnum):
     DELETE = 16
     HAS = 17
     GATHER = 18
+    READ = 20
+    """Send slots that the client has a lease on, on a data connection. No answer but the bytes."""
+    WRITE = 21
+    """Blocks for reserved slots follow on a data connection. No answer: their commit waits for them."""
     TOUCH = 30
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
@@ -70,6 +74,9 @@ class Status(IntEnum):
 
 
 _LOOKUP = struct.Struct("<QII")
+_READ = struct.Struct("<IIQQ")
+_WRITE = struct.Struct("<IIQ")
+_WRITTEN = struct.Struct("<IQ")
 _FOUND = struct.Struct("<dII")
 _HIT = struct.Struct("<IIQQI")
 _COUNT = struct.Struct("<I")
@@ -256,6 +263,31 @@ def unpack_lookup(body: Body) -> tuple[int, float, list[BlockKey]]:
     if len(keys) != count:
         raise ProtocolError(f"lookup: {count} keys announced, {len(keys)} sent")
     return number, wait_ms / 1000, keys
+
+
+# Read: (number of the data connection, numbers of the transfer and of the read that has the lease, slot each)
+
+
+def pack_read(lane: int, transfer: int, number: int, slots: Sequence[int]) -> bytes:
+    return _READ.pack(lane, len(slots), transfer, number) + b"".join(_COUNT.pack(slot) for slot in slots)
+
+
+def unpack_read(body: Body) -> tuple[int, int, int, list[int]]:
+    lane, count, transfer, number = _head("read", _READ, body)
+    records = _records("read", _COUNT, count, body, _READ.size)
+    return lane, transfer, number, [slot for (slot,) in _COUNT.iter_unpack(records)]
+
+
+# Write: (number of the data connection, number of the transfer, (slot, generation) each)
+
+
+def pack_write(lane: int, transfer: int, slots: Sequence[tuple[int, int]]) -> bytes:
+    return _WRITE.pack(lane, len(slots), transfer) + b"".join(_WRITTEN.pack(*slot) for slot in slots)
+
+
+def unpack_write(body: Body) -> tuple[int, int, list[tuple[int, int]]]:
+    lane, count, transfer = _head("write", _WRITE, body)
+    return lane, transfer, list(_WRITTEN.iter_unpack(_records("write", _WRITTEN, count, body, _WRITE.size)))
 
 
 class Cut(IntEnum):

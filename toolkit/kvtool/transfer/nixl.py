@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 from functools import cache
 from types import ModuleType
@@ -52,6 +53,12 @@ def make_agent(name: str) -> Any:
     if "UCX" not in agent.backends:
         raise Missing("NIXL is installed without its UCX plugin; reinstall it: pip install --force-reinstall nixl-cu13")
     return agent
+
+
+@cache
+def installed() -> bool:
+    """Whether `load` is worth a try; imports nothing."""
+    return any(importlib.util.find_spec(package) is not None for package in _PACKAGES)
 
 
 @cache

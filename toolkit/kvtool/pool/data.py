@@ -1,0 +1,311 @@
+"""Data connections: blocks by socket, for clients that cannot map a rank's memory, or may not.
+
+A client asks on its ordinary connection and the bytes move on another one, a *lane*, one transfer after the other.
+The loop decides and validates, a thread of the lane moves bytes straight between slots and socket: one system call for
+a whole batch, without the interpreter's lock. So nobody else waits for a slow client.
+
+**Nothing under a transfer is reused.** What is being sent is pinned until the send is over, whatever becomes of the
+lease (a slow send keeps its slot out of use; it ends when it makes no progress, or is slower than any network in use).
+What is being received stays reserved or quarantined: a commit of it waits for the last byte, and so do an abort and the
+end of the client itself.
+
+    on a lane, either way: number of the transfer u64, bytes in all u64; then the blocks, one after the other
+
+`Lanes` runs on the loop. Of a `Lane`, `_serve` and what it calls run in its thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from kvtool.errors import ProtocolError
+from kvtool.kv.record import Holding
+from kvtool.kv.store import Store
+from kvtool.pool.memory import SlotMemory
+
+log = logging.getLogger("kvtool.pool")
+
+PREFACE = struct.Struct("<QQ")
+LANES_MAX, CLIENT_LANES_MAX = 256, 8
+TRANSFERS_MAX = 4
+"""Begun on a lane and not over as far as the loop knows: a client has the last byte before the loop hears of it."""
+STALL_S = 5.0
+"""A transfer that moves nothing for so long is given up."""
+RATE_MIN = 4 * 2**20
+"""Bytes a second below which a transfer is given up, after `STALL_S`."""
+_PIECES_MAX = 512
+"""Of one system call; Linux takes 1024."""
+
+
+def bound(sock: socket.socket, stall_s: float) -> None:
+    """Blocking calls on `sock` give up after `stall_s` without progress."""
+    sock.setblocking(True)
+    wait = struct.pack("@ll", int(stall_s), int(stall_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+
+
+def move(
+    call: Callable[[list[memoryview]], int], pieces: Sequence[memoryview], until_s: float, now_s: Callable[[], float]
+) -> None:
+    """Have `call` send or receive all of `pieces`, in order.
+
+    Raises:
+        TimeoutError: no progress, or too slow. ConnectionError: the peer is gone.
+    """
+    left = [piece for piece in pieces if len(piece)][::-1]
+    while left:
+        try:
+            moved = call(left[: -_PIECES_MAX - 1 : -1])
+        except (BlockingIOError, InterruptedError):
+            raise TimeoutError("no progress") from None
+        if moved == 0:
+            raise ConnectionResetError("the peer is gone")
+        while left and moved >= len(left[-1]):
+            moved -= len(left.pop())
+        if moved:
+            left[-1] = left[-1][moved:]
+        if left and now_s() >= until_s:
+            raise TimeoutError("too slow")
+
+
+def send_all(sock: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
+    move(lambda some: sock.sendmsg(some), pieces, until_s, time.monotonic)
+
+
+def receive_all(sock: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
+    move(lambda some: sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0], pieces, until_s, time.monotonic)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Blocks on their way by one lane. `slots`: (slot, generation), received ones under a reservation."""
+
+    number: int
+    sending: bool
+    views: list[memoryview]
+    slots: list[tuple[int, int]]
+    since_s: float
+    aborted: list[tuple[int, int]] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """What waits for its end."""
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.views))
+
+    @property
+    def allowed_s(self) -> float:
+        return STALL_S + self.size / RATE_MIN
+
+
+class Lane:
+    """One data connection of the client `owner`."""
+
+    def __init__(self, number: int, owner: int, sock: socket.socket, ended: Callable[[Lane, Transfer, bool], None]):
+        self.number, self.owner = number, owner
+        self.transfers: list[Transfer] = []
+        self.closed = False
+        self._sock, self._ended = sock, ended
+        self._work: SimpleQueue[Transfer | None] = SimpleQueue()
+        bound(sock, STALL_S)
+        threading.Thread(target=self._serve, name=f"kvtool-lane-{number}", daemon=True).start()
+
+    def start(self, transfer: Transfer) -> None:
+        self.transfers.append(transfer)
+        self._work.put(transfer)
+
+    def left(self) -> bool:
+        """Whether the client has hung up."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def hang_up(self) -> None:
+        """A transfer that is under way ends at once, and is reported."""
+        if not self.closed:
+            self.closed = True
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            self._work.put(None)
+
+    def _serve(self) -> None:
+        broken = False
+        while (transfer := self._work.get()) is not None:
+            try:
+                if broken:
+                    raise ConnectionResetError("the transfer before it broke")
+                self._move(transfer)
+                whole = True
+            except (OSError, ProtocolError) as error:
+                log.info("transfer broken off lane=%d owner=%d why=%r", self.number, self.owner, str(error))
+                whole, broken = False, True
+            self._ended(self, transfer, whole)
+        self._sock.close()
+
+    def _move(self, transfer: Transfer) -> None:
+        until_s = time.monotonic() + transfer.allowed_s
+        preface = PREFACE.pack(transfer.number, transfer.size)
+        if transfer.sending:
+            send_all(self._sock, [memoryview(preface), *transfer.views], until_s)
+            return
+        found = memoryview(bytearray(PREFACE.size))
+        receive_all(self._sock, [found], until_s)
+        if found != preface:
+            raise ProtocolError("the client sends something else than it announced")
+        receive_all(self._sock, transfer.views, until_s)
+
+
+class Lanes:
+    """Data connections of one rank. `post` has a call run on the loop (None: there are no such connections here);
+    `moved` is called there when slots came free."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory: SlotMemory,
+        post: Callable[[Callable[[], None]], None] | None,
+        moved: Callable[[float], None],
+    ) -> None:
+        self._store, self._memory, self._post, self._moved = store, memory, post, moved
+        self._lanes: dict[int, Lane] = {}
+        self._leaving: dict[int, Callable[[], None]] = {}
+        self.counts = {"sent": 0, "received": 0, "broken": 0}
+        self.bytes = {"sent": 0, "received": 0}
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def _of(self, owner: int) -> list[Lane]:
+        return [lane for lane in self._lanes.values() if lane.owner == owner]
+
+    def may_open(self, owner: int) -> str:
+        """Why the client may not have another lane; empty when it may."""
+        if self._post is None:
+            return "this rank has no data connections"
+        for lane in self._of(owner):
+            if not lane.transfers and lane.left():
+                self._close(lane)
+        if len(self._of(owner)) >= CLIENT_LANES_MAX:
+            return f"a client may have {CLIENT_LANES_MAX} data connections, this one has them all"
+        if len(self._lanes) >= LANES_MAX:
+            return f"this rank serves {LANES_MAX} data connections already; try again later"
+        return ""
+
+    def open(self, number: int, owner: int, sock: socket.socket) -> None:
+        self._lanes[number] = Lane(number, owner, sock, self._report)
+
+    def _free(self, owner: int, number: int) -> Lane:
+        lane = self._lanes.get(number)
+        if lane is None or lane.owner != owner:
+            raise ProtocolError(f"data connection {number} is not this client's")
+        if len(lane.transfers) >= TRANSFERS_MAX:
+            raise ProtocolError(f"data connection {number} has {TRANSFERS_MAX} transfers to do already")
+        return lane
+
+    def send(self, owner: int, number: int, transfer: int, read: int, slots: Sequence[int], now_s: float) -> None:
+        """Send what is in `slots`, on which `read` has a lease, else the client loses the lane. Pinned from here on."""
+        lane = self._free(owner, number)
+        lengths = [self._store.leases.told((owner, read), slot) for slot in slots]
+        if lane.closed or None in lengths:
+            self._close(lane)
+            return
+        self._store.pin(slots)
+        views = [self._memory.slot(slot, length or 0) for slot, length in zip(slots, lengths, strict=True)]
+        lane.start(Transfer(transfer, True, views, [(slot, 0) for slot in slots], now_s))
+
+    def receive(self, owner: int, number: int, transfer: int, slots: Sequence[tuple[int, int]], now_s: float) -> None:
+        """Receive into `slots` (slot, generation) which the client has reserved; else it loses the lane."""
+        lane = self._free(owner, number)
+        lengths = [self._store.reserved(owner, *slot, now_s) for slot in slots]
+        busy = self._receiving(owner, slots) is not None
+        if None in lengths or busy or lane.closed or len(set(slots)) < len(slots):
+            self._close(lane)
+            return
+        views = [self._memory.slot(slot, length or 0) for (slot, _), length in zip(slots, lengths, strict=True)]
+        lane.start(Transfer(transfer, False, views, list(slots), now_s))
+
+    # What must wait for a transfer
+
+    def _receiving(self, owner: int, slots: Sequence[tuple[int, int]]) -> Transfer | None:
+        wanted = set(slots)
+        for lane in self._of(owner):
+            for transfer in lane.transfers:
+                if not transfer.sending and wanted.intersection(transfer.slots):
+                    return transfer
+        return None
+
+    def after(self, owner: int, slots: Sequence[tuple[int, int]], then: Callable[[], None]) -> bool:
+        """Whether some of `slots` are being received; if so, `then` is called when that is over."""
+        transfer = self._receiving(owner, slots) if self._lanes else None
+        if transfer is not None:
+            transfer.then.append(then)
+        return transfer is not None
+
+    def aborting(self, owner: int, slot: int, generation: int) -> bool:
+        """Whether an abort of this slot waits for the end of its transfer, which it then is part of."""
+        transfer = self._receiving(owner, [(slot, generation)]) if self._lanes else None
+        if transfer is not None:
+            transfer.aborted.append((slot, generation))
+        return transfer is not None
+
+    def leave(self, owner: int, then: Callable[[], None]) -> None:
+        """The client is gone: hang up, and call `then` when no byte moves for it any more."""
+        self._leaving[owner] = then
+        for lane in self._of(owner):
+            self._close(lane)
+        self._left(owner)
+
+    def _left(self, owner: int) -> None:
+        if owner in self._leaving and not self._of(owner):
+            self._leaving.pop(owner)()
+
+    def _close(self, lane: Lane) -> None:
+        lane.hang_up()
+        if not lane.transfers:
+            self._lanes.pop(lane.number, None)
+
+    # In the lane's thread, and back on the loop
+
+    def _report(self, lane: Lane, transfer: Transfer, whole: bool) -> None:
+        assert self._post is not None
+        self._post(lambda: self._over(lane, transfer, whole))
+
+    def _over(self, lane: Lane, transfer: Transfer, whole: bool) -> None:
+        now_s = time.monotonic()
+        lane.transfers.remove(transfer)
+        if transfer.sending:
+            self._store.unpin([slot for slot, _ in transfer.slots])
+        for slot, generation in transfer.aborted if whole or transfer.sending else transfer.slots:
+            self._store.abort(lane.owner, slot, generation, now_s)
+        way = "sent" if transfer.sending else "received"
+        self.counts[way if whole else "broken"] += 1
+        self.bytes[way] += transfer.size if whole else 0
+        transfer.views.clear()
+        if not whole or lane.closed:
+            self._close(lane)
+        for then in transfer.then:
+            then()
+        self._moved(now_s)
+        self._left(lane.owner)
+
+    def audit(self, now_s: float) -> list[Holding]:
+        """Transfers under way, a line for each kind."""
+        found = []
+        for kind, sending in (("send", True), ("receive", False)):
+            held = [(t, lane.owner) for lane in self._lanes.values() for t in lane.transfers if t.sending is sending]
+            if held:
+                first, owner = min(held, key=lambda item: item[0].since_s)
+                left_s = first.since_s + first.allowed_s + STALL_S - now_s
+                found.append(Holding(kind, len(held), owner, now_s - first.since_s, left_s))
+        return found

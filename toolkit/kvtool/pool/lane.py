@@ -1,0 +1,173 @@
+"""The client's half of data connections (`pool.data`): one transfer at a time on each, a few of them to every rank.
+
+A read is received straight into the caller's memory; a put is sent from staging, block by block as they are filled. A
+lane on which anything went wrong is closed: what comes next on it could be the rest of something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvtool.errors import ProtocolError, Unavailable
+from kvtool.pool.data import PREFACE, bound, move
+from kvtool.pool.wire import Op, pack_read
+
+if TYPE_CHECKING:
+    from kvtool.pool.link import Line
+
+SPARE_MAX = 4
+"""Idle lanes that are kept for the next call."""
+
+
+class LaneBroken(Unavailable):
+    """The data connection failed, or was too slow; the rank itself may be well."""
+
+
+class Lane:
+    """One data connection. Not thread-safe: it belongs to whoever took it."""
+
+    def __init__(self, sock: socket.socket, number: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.number = number
+        self.broken = False
+        self.owed = False
+        """Whether a transfer was asked for that is not in yet."""
+        self._sock, self._now_s = sock, now_s
+        self._transfers = 0
+
+    def next_transfer(self) -> int:
+        self._transfers += 1
+        return self._transfers
+
+    def receive(
+        self, transfer: int, rooms: Sequence[memoryview], deadline_s: float, each: Callable[[int], None] | None = None
+    ) -> None:
+        """A transfer into `rooms`, block by block; `each` is called with the number of one that has come.
+
+        Raises:
+            LaneBroken: not all of it came by the deadline.
+        """
+        with self._care(deadline_s):
+            preface = memoryview(bytearray(PREFACE.size))
+            self._take(preface, deadline_s)
+            if PREFACE.unpack(preface) != (transfer, sum(map(len, rooms))):
+                raise ProtocolError("the rank sends something else than it was asked for")
+            for at, room in enumerate(rooms):
+                self._take(room, deadline_s)
+                if each is not None:
+                    each(at)
+
+    def _take(self, room: memoryview, deadline_s: float) -> None:
+        got, size = 0, len(room)
+        while got < size:
+            count = self._sock.recv_into(room[got:] if got else room, 0, socket.MSG_WAITALL)
+            if count == 0:
+                raise ConnectionResetError("the rank closed the data connection")
+            got += count
+            if got < size and self._now_s() >= deadline_s:
+                raise TimeoutError("it did not come in time")
+
+    def announce(self, transfer: int, size: int, deadline_s: float) -> None:
+        """`size` bytes of a put follow.
+
+        Raises:
+            LaneBroken: also from `send`.
+        """
+        self.send([memoryview(PREFACE.pack(transfer, size))], deadline_s)
+
+    def send(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
+        with self._care(deadline_s):
+            move(self._sock.sendmsg, pieces, deadline_s, self._now_s)
+
+    @contextlib.contextmanager
+    def _care(self, deadline_s: float) -> Iterator[None]:
+        try:
+            bound(self._sock, max(0.001, deadline_s - self._now_s()))
+            yield
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise LaneBroken(f"a transfer by socket was broken off: {error or type(error).__name__}") from None
+
+    def left(self) -> bool:
+        """Whether the rank has hung up, or sends what nobody asked for."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        self.broken = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class Lanes:
+    """A client's lanes to one rank. Thread-safe. `dial` makes another."""
+
+    def __init__(self, dial: Callable[[float], Lane]) -> None:
+        self._dial = dial
+        self._idle: list[Lane] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def take(self, deadline_s: float) -> Lane:
+        """A lane of one's own, until `give`.
+
+        Raises:
+            Unavailable, Refused: there is none, and none can be made.
+        """
+        while True:
+            with self._lock:
+                lane = self._idle.pop() if self._idle else None
+            if lane is None:
+                return self._dial(deadline_s)
+            if not lane.left():
+                return lane
+            lane.close()
+
+    def give(self, lane: Lane) -> None:
+        """Back for the next call, or closed when something is still on its way."""
+        if lane.broken:
+            return
+        with self._lock:
+            if not self._closed and not lane.owed and len(self._idle) < SPARE_MAX:
+                self._idle.append(lane)
+                return
+        lane.close()
+
+    def receive(
+        self,
+        link: Line,
+        read: int,
+        slots: Sequence[int],
+        rooms: Sequence[memoryview],
+        deadline_s: float,
+        each: Callable[[int], None] | None = None,
+    ) -> None:
+        """What is in `slots`, on which `read` has a lease, into `rooms` of the very sizes; `each` as in `Lane`.
+
+        Raises:
+            Unavailable, Refused: not all of it came by the deadline.
+        """
+        lane = self.take(deadline_s)
+        lane.owed = True
+        try:
+            transfer = lane.next_transfer()
+            link.say(Op.READ, pack_read(lane.number, transfer, read, slots), deadline_s)
+            lane.receive(transfer, rooms, deadline_s, each)
+            lane.owed = False
+        finally:
+            self.give(lane)
+
+    def close(self) -> None:
+        """The rank is gone, or another process: every idle lane goes."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for lane in idle:
+            lane.close()
