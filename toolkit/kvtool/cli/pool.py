@@ -18,7 +18,12 @@ from kvtool.engine.manifest import read_manifest
 from kvtool.errors import SpecRefused
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.config import PoolConfig
+from kvtool.pool.keeping import attach_keeper, keeper_status
 from kvtool.pool.launch import PoolStatus, RankStatus, pool_status, start_pool, stop_pool
+from kvtool.pool.resize import Draining
+from kvtool.pool.resize import drain as drain_ranks
+from kvtool.pool.resize import resize as resize_pool
+from kvtool.pool.rundir import pool_runs
 from kvtool.units import parse_seconds, parse_size, show_size
 
 app = typer.Typer(no_args_is_help=True)
@@ -52,6 +57,10 @@ def up(
 ) -> None:
     """Start a pool; returns when every rank answers."""
     folder = _folder(run_dir)
+    if pool_runs(folder) and not _keeper_is_well(folder):
+        attach_keeper(folder)
+        console.done(f"a pool runs in {folder} already; it had no keeper that starts dead ranks again, and has one now")
+        return
     config = PoolConfig(
         layout=_layout(engine, layout),
         ranks=ranks,
@@ -95,6 +104,7 @@ def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
         for rank in found.ranks:
             if rank.why:
                 console.warn(rank.why)
+        _say_keeper(found)
     if not found.whole:
         raise typer.Exit(1)
 
@@ -115,6 +125,68 @@ def audit(run_dir: RunDir = None, as_json: AsJson = False) -> None:
     overdue = any(_overdue(line) for _, line in lines)
     if overdue or not found.whole:
         raise typer.Exit(1)
+
+
+@app.command()
+def drain(
+    rank: Annotated[int, typer.Argument(help="Its number.")],
+    leave: Annotated[bool, typer.Option("--leave", help="End it when its blocks are elsewhere.")] = False,
+    timeout: Annotated[str, typer.Option("--timeout", help="How long its blocks may take to move.")] = "60s",
+    run_dir: RunDir = None,
+) -> None:
+    """Have one rank take nothing new and move its blocks to the others. Exits 1 when that takes too long."""
+    folder = _folder(run_dir)
+    budget_s = _parsed("--timeout", timeout, parse_seconds)
+    found = drain_ranks(folder, [rank], leave=leave, budget_s=budget_s, progress=_Moving())
+    lost = sum(one.homeless for one in found)
+    if lost:
+        console.warn(f"{lost} blocks have no room elsewhere" + (" and are gone" if leave else ""))
+    console.done(f"rank {rank} " + ("has left" if leave else "takes nothing new, and can leave: --leave"))
+
+
+@app.command()
+def resize(
+    ranks: Annotated[int, typer.Option("--ranks", help="How many ranks there shall be.")],
+    timeout: Annotated[str, typer.Option("--timeout", help="How long it may take.")] = "60s",
+    run_dir: RunDir = None,
+) -> None:
+    """Start further ranks in a running pool, or drain the highest ones and end them."""
+    folder = _folder(run_dir)
+    budget_s = _parsed("--timeout", timeout, parse_seconds)
+    started, gone = resize_pool(folder, ranks, budget_s=budget_s, progress=_Moving())
+    for what, which in (("started", started), ("left", gone)):
+        if which:
+            console.step(f"ranks {', '.join(map(str, which))} {what}")
+    console.done(f"{ranks} ranks in {folder}")
+
+
+class _Moving:
+    """Says how many blocks are left, when that has halved."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, int] = {}
+
+    def __call__(self, draining: Draining) -> None:
+        said = self._said.get(draining.rank)
+        if draining.left and (said is None or draining.left <= said // 2):
+            self._said[draining.rank] = draining.left
+            console.step(f"rank {draining.rank}: {draining.left} blocks to move")
+
+
+def _keeper_is_well(folder: Path) -> bool:
+    keeper = keeper_status(folder)
+    return keeper.runs and not keeper.given_up
+
+
+def _say_keeper(found: PoolStatus) -> None:
+    keeper = found.keeper
+    if not keeper.runs:
+        console.warn("no keeper runs: a rank that dies stays dead; leave one behind with: kvtool pool up")
+    for rank in keeper.given_up:
+        console.warn(f"rank {rank} ended too often and is not started again; see pool.log, then: kvtool pool up")
+    if any(keeper.starts.values()):
+        again = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(keeper.starts.items()))
+        console.step(f"started by the keeper, pid {keeper.pid}: {again}")
 
 
 def _folder(run_dir: Path | None) -> Path:
@@ -155,7 +227,15 @@ def _row(rank: RankStatus) -> list[str]:
         for used, total in (("slots_used", "slots"), ("file_slots_used", "file_slots"))
     ]
     happened = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-    return [str(rank.rank), str(rank.pid), "serves", *room, str(answer["leases"]), happened or "none"]
+    return [str(rank.rank), str(rank.pid), _state(answer), *room, str(answer["leases"]), happened or "none"]
+
+
+def _state(answer: dict[str, Any]) -> str:
+    state = "serves" if answer["status"] == "live" else str(answer["status"])
+    if answer["status"] == "joining":
+        state += f", {answer['weight']:.0%} of its share"
+    hung = answer["hung"]
+    return state + (f"; does not hear rank {', '.join(map(str, hung))}" if hung else "")
 
 
 def _audit_row(rank: int, line: dict[str, Any]) -> list[str]:
@@ -174,5 +254,6 @@ def _plain(found: PoolStatus) -> dict[str, Any]:
         "epoch": found.state.epoch,
         "layout": found.state.layout,
         "launcher_runs": found.launcher_runs,
+        "keeper": asdict(found.keeper),
         "ranks": [asdict(rank) for rank in found.ranks],
     }

@@ -229,6 +229,12 @@ class Members:
             self._stand(Status.LEFT, "leaves for good", now_s)
             self._retire("it was told to leave")
 
+    def dismiss(self, identity: str, now_s: float) -> None:
+        """A dead rank is not coming back."""
+        entry = self.view.get(identity)
+        if entry is not None and not entry.standing.serves:
+            self._declare(identity, entry.standing.incarnation, Status.LEFT, "nobody shall replace it", now_s)
+
     def filled(self, share: float, now_s: float) -> None:
         """How much of its DRAM a newcomer has filled, from 0 to 1: half of it is as good as the whole ramp."""
         if self._mine.standing.status is Status.JOINING:

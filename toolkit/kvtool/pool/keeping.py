@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from kvtool.errors import PoolUnavailable
 from kvtool.pool.names import KEEPER, LOG, WANTED
-from kvtool.pool.rundir import keeper_processes, pool_runs, read_json
-from kvtool.pool.state import runs, write_private
+from kvtool.pool.rundir import pool_runs, read_json
+from kvtool.pool.state import runs, started_at, write_private
 
 START_S = 10.0
 _POLL_S = 0.02
@@ -49,7 +50,8 @@ def want(run_dir: Path, ranks: list[int]) -> None:
 
 
 def attach_keeper(run_dir: Path) -> bool:
-    """Leave a keeper behind for the pool that runs in `run_dir`, unless one is there. Whether it was missing.
+    """Leave a keeper behind for the pool that runs in `run_dir`, unless one is there that has not given up any rank.
+    Whether it was missing.
 
     Raises:
         PoolUnavailable: no pool runs there, or the keeper does not start.
@@ -57,8 +59,11 @@ def attach_keeper(run_dir: Path) -> bool:
     run_dir = run_dir.absolute()
     if not pool_runs(run_dir):
         raise PoolUnavailable(f"no pool runs in {run_dir}; start one with: kvtool pool up")
-    if keeper_status(run_dir).runs:
+    status = keeper_status(run_dir)
+    if status.runs and not status.given_up:
         return False
+    if status.runs:  # another one tries again
+        _end(status.pid)
     start_keeper(run_dir, dict(os.environ))
     return True
 
@@ -85,20 +90,20 @@ def start_keeper(run_dir: Path, environment: dict[str, str]) -> None:
         time.sleep(_POLL_S)
 
 
+def _end(pid: int) -> None:
+    started = started_at(pid)
+    until_s = time.monotonic() + START_S
+    os.kill(pid, signal.SIGTERM)
+    while started is not None and runs(pid, started):
+        if time.monotonic() >= until_s:
+            raise PoolUnavailable(f"the pool's keeper, process {pid}, does not end")
+        reap_keepers()
+        time.sleep(_POLL_S)
+
+
 def reap_keepers() -> None:
     """Take the exit status of those that this process started."""
     _children[:] = [child for child in _children if child.poll() is None]
 
 
 _children: list[subprocess.Popen[bytes]] = []
-
-__all__ = [
-    "KeeperStatus",
-    "attach_keeper",
-    "keeper_processes",
-    "keeper_status",
-    "reap_keepers",
-    "start_keeper",
-    "want",
-    "wanted",
-]

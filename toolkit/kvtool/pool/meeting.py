@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvtool.errors import KvtoolError, PoolUnavailable, Refused
+from kvtool.errors import KvtoolError, PoolUnavailable, Refused, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.view import Entry, View
 from kvtool.pool.config import RankConfig
@@ -67,6 +67,7 @@ class Joining:
         self._layout, self._key = KVLayout(**config.layout), bytes.fromhex(config.key)
         self.watch: MpiWatch | None = None
         self.alone = True
+        self._deaf: set[str] = set()  # asked last from now on
         self._view = View(self._read_file())
         for other in self._others():
             try:
@@ -88,11 +89,13 @@ class Joining:
             if time.monotonic() >= until_s:
                 raise Refused(f"the pool does not admit {self._identity}, incarnation {self.incarnation}: {refusal}")
             time.sleep(_POLL_S)
+        if entry not in self._view.entries:  # nobody there who could hold its keys meanwhile
+            entry = entry_of(replace(mine, status="live"))
         self._view.merge([entry])
         return ranks_of(self._view.entries)
 
     def _join(self, mine: Entry) -> str:
-        """Why those who answered refused; "" when one admitted it, or none answered."""
+        """Why those who answered refused; "" when one admitted it, whose view has it now, or none answered."""
         refusal = ""
         for other in self._others():
             try:
@@ -106,7 +109,7 @@ class Joining:
 
     def _others(self) -> Sequence[RankState]:
         serving = [entry for entry in self._view.entries if entry.standing.serves and entry.identity != self._identity]
-        return [rank_of(entry) for entry in serving]
+        return [rank_of(entry) for entry in sorted(serving, key=lambda entry: entry.identity in self._deaf)]
 
     def _read_file(self) -> list[Entry]:
         try:
@@ -122,6 +125,9 @@ class Joining:
         link = Link(other, self._key, self._layout, name, False, lambda epoch: None)
         try:
             answer = link.call(op, body, time.monotonic() + ANSWER_S)
+        except Unavailable:
+            self._deaf.add(other.identity)
+            raise
         finally:
             link.close()
         entries, _ = unpack_view(answer, self._config.name)

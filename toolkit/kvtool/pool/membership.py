@@ -190,12 +190,15 @@ class Membership:
         self._carry_out()
 
     def drain(self, link: Connection, message: Message, now_s: float) -> None:
-        """Take nothing new from now on; with {"leave": true}, go for good. Blocks are moved by `pool.mover`, if there
-        is one; how many are left is in this rank's STATUS."""
+        """Take nothing new from now on; with {"leave": true}, go for good, and with {"rank": N, "leave": true} know
+        that dead rank N is not coming back. The copier moves the blocks; how many are left is in this rank's STATUS."""
         wanted = wire.unpack_map(message.body)
-        self.rules.drain(now_s)
+        if isinstance(wanted.get("rank"), int):
+            self.rules.dismiss(identity_of(self._pool, wanted["rank"]), now_s)
+        else:
+            self.rules.drain(now_s)
         link.send(Op.DRAIN, message.request, wire.pack_map({"status": self.mine.status}))
-        if wanted.get("leave") is True:
+        if wanted.get("leave") is True and "rank" not in wanted:
             self.rules.leave(now_s)
         self._carry_out()
 

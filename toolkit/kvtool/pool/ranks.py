@@ -138,6 +138,7 @@ class Ranks:
                 continue
             known = self._accesses.get(rank.rank)
             if known is not None and (known.state.pid, known.state.started) == (rank.pid, rank.started):
+                known.state = known.link.state = rank  # its weight, or the incarnation that it goes on under
                 kept[rank.rank] = known
                 continue
             kept[rank.rank] = self._outside.access(rank, bytes.fromhex(state.key), self.door, self.saw_epoch)

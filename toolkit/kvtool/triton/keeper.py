@@ -1,7 +1,8 @@
 """The pool of a deployment: started with it, watched, started again when no rank is left.
 
 A pool that died takes nothing with it but its blocks: servers compute what they cannot fetch, and the front leaves the
-prefill stage out until the pool is back. A single dead rank is the pool's own affair; it goes on with the others.
+prefill stage out until the pool is back. Dead ranks are the pool's own affair, even all of them: its keeper starts them
+again (`kvtool.pool.keeper`). Here the keeper is watched, and the pool started anew if it does not come back so.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+HEAL_S = 20.0
+"""How long a pool without ranks is left to its keeper."""
 
 
 class PoolKeeper:
@@ -35,6 +39,7 @@ class PoolKeeper:
         self.up = False
         self._alive: list[int] = []
         self._restarts, self._failures, self._last_error = 0, 0, ""
+        self._down_since_s: float | None = None
 
     async def start(self) -> None:
         """Raises KvtoolError: the pool does not start."""
@@ -53,7 +58,10 @@ class PoolKeeper:
             if self._alive != before:
                 log.warning("pool ranks changed alive=%d of=%d", len(self._alive), self._spec.pool.ranks)
                 self._on_change()
-            if not self.up:
+            if self.up:
+                self._down_since_s = None
+                await self._attach()
+            elif self._hopeless(time.monotonic()):
                 await self._restart()
 
     async def stop(self) -> None:
@@ -73,8 +81,28 @@ class PoolKeeper:
             "state_file": str(self.state_file),
         }
 
+    async def _attach(self) -> None:
+        """A keeper that was killed took nothing with it; leave another."""
+        from kvtool.pool.keeping import attach_keeper, keeper_status
+
+        if not keeper_status(self._dir).runs:
+            try:
+                if await asyncio.to_thread(attach_keeper, self._dir):
+                    log.warning("the pool's keeper had died; it has another")
+            except KvtoolError as error:
+                self._last_error = str(error)
+
+    def _hopeless(self, now_s: float) -> bool:
+        """No rank lives, and the keeper is gone, or has had its time."""
+        from kvtool.pool.keeping import keeper_status
+
+        if self._down_since_s is None:
+            self._down_since_s = now_s
+        return not keeper_status(self._dir).runs or now_s - self._down_since_s >= HEAL_S
+
     async def _restart(self) -> None:
         self._restarts += 1
+        self._down_since_s = None
         await asyncio.sleep(BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)])
         self._failures += 1
         try:
