@@ -145,3 +145,16 @@ def test_second_owners_spread_over_all_others():
     owners = Placement(1, FOUR).owners_of_all(KEYS, 2)
     counts = Counter(owners)
     assert len(counts) == 12 and all(260 < count < 410 for count in counts.values())
+
+
+def test_readers_ask_the_owner_and_then_whoever_owned_it_before_somebody_came_or_began_to_leave():
+    settled = Placement(1, FOUR)
+    assert settled.elders is None and settled.readers_of_all(KEYS[:50], 2) == settled.owners_of_all(KEYS[:50], 2)
+    leaving = Member(0, "pool/0", 0.0, elder=1.0)
+    newcomer = Member(4, "pool/4", 0.5, elder=0.0)
+    moving = Placement(2, [leaving, *FOUR[1:], newcomer])
+    for key, readers in zip(KEYS[:500], moving.readers_of_all(KEYS[:500], 1), strict=True):
+        assert readers[0] == moving.owner(key) and readers[0] != 0
+        assert readers[-1] == settled.owner(key) and len(set(readers)) == len(readers)
+    asked_twice = sum(len(readers) > 1 for readers in moving.readers_of_all(KEYS, 1))
+    assert 0.25 < asked_twice / len(KEYS) < 0.45, "only keys that move have a second reader"

@@ -9,6 +9,11 @@ close, one of the two looks in the wrong place and has a miss.
 
 A block that is wanted more than once is on the first ranks of that order (`owners_of`): when one goes, the next takes
 its place, and all others stay what they are.
+
+While ownership moves, blocks are still where they were: a newcomer takes keys over before it holds their blocks, and a
+rank that leaves holds blocks that belong elsewhere by now. `elder` says what a rank's weight was before that, and a
+reader who finds nothing at an owner asks whoever the owner was by those weights (`readers_of_all`). When nobody comes
+or goes there is nobody to ask.
 """
 
 from __future__ import annotations
@@ -34,11 +39,13 @@ _BATCH_MIN = 16
 
 @dataclass(frozen=True)
 class Member:
-    """A live rank. `identity` outlives restarts; a weight of 0 gets nothing (an empty newcomer ramps up from there)."""
+    """A live rank. `identity` outlives restarts; a weight of 0 gets nothing (an empty newcomer ramps up from there).
+    `elder`: its weight before what is under way began; None: the same."""
 
     rank: int
     identity: str
     weight: float = 1.0
+    elder: float | None = None
 
 
 def _mix(value: int) -> int:
@@ -59,6 +66,12 @@ class Placement:
         self._weights = np.array([m.weight for m in self.members], dtype=np.float64)[:, None]
         self._even = len({m.weight for m in self.members}) <= 1
 
+        elders = [Member(m.rank, m.identity, m.weight if m.elder is None else m.elder) for m in members]
+        self.elders: Placement | None = None
+        """Owners as they were; None when they are what they were."""
+        if any(m.elder is not None and m.elder != m.weight for m in members):
+            self.elders = Placement(epoch, elders)
+
     def owner(self, key: BlockKey) -> int | None:
         """The rank that should hold `key`, or None when no rank is live."""
         return self.members[self._best(key)].rank if self.members else None
@@ -77,6 +90,14 @@ class Placement:
             return [self.owners_of(key, count) for key in keys]
         order = self._all_scores(keys).argsort(axis=0, kind="stable")[:count].T
         return list(map(tuple, np.array([m.rank for m in self.members])[order].tolist()))
+
+    def readers_of_all(self, keys: Sequence[BlockKey], copies: int) -> list[tuple[int, ...]]:
+        """The ranks that may hold each of `keys`: its owners, and behind them the one who was its owner."""
+        owners = self.owners_of_all(keys, copies)
+        if self.elders is None:
+            return owners
+        before = self.elders.owners(keys)
+        return [them if old is None or old in them else (*them, old) for them, old in zip(owners, before, strict=True)]
 
     def _best(self, key: BlockKey) -> int:
         scores = self._scores(key)

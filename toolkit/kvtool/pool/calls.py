@@ -223,7 +223,16 @@ class Calls:
             wait = wait_s if part.access.files.allows(part.sent_s) else 0.0
             return wire.pack_lookup(part.number, wait, part.keys)
 
-        question = Question(Op.LOOKUP, pack, _take_found) if leading else Question(Op.GATHER, pack, _take_gathered)
+        def take(part: Part, body: bytes) -> tuple[Sequence[int], str]:
+            left, reason = _take_found(part, body) if leading else _take_gathered(part, body)
+            hints = self._ranks.hints
+            if part.found is not None and part.found.near:
+                hints.learn(part.names, part.found.near, self._now_s())
+            if left and hints:
+                hints.wrong([keys[left[0]]])
+            return left, reason
+
+        question = Question(Op.LOOKUP if leading else Op.GATHER, pack, take)
         return Asking(self.setting, keys, question, route, deadline_s, answers_by_s, leading, cancel)
 
     # Writing

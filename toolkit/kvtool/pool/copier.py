@@ -13,7 +13,6 @@ from typing import Any
 from kvtool.kv.block import BlockKey
 from kvtool.kv.copying import Copy, CopyOf, Outcome, Why
 from kvtool.kv.hot import HotBlocks, Near
-from kvtool.kv.placement import Member, Placement
 from kvtool.kv.record import Holding
 from kvtool.kv.replicate import Replicator
 from kvtool.kv.source import Source
@@ -50,11 +49,9 @@ class Copier:
         """The pool as it is now."""
         self._state = state
         self._ranks = {rank.rank: rank for rank in state.ranks if rank.alive}
-        members = [Member(rank.rank, rank.identity, rank.weight) for rank in self._ranks.values()]
-        self.hot.view(state.epoch, members, {rank.rank: rank.host for rank in self._ranks.values()})
-        # which process it is says as much as its incarnation
-        live = {rank.rank: (rank.started << 32) ^ rank.pid for rank in self._ranks.values()}
-        self.rules.view(Placement(state.epoch, members), live, now_s)
+        placement = state.placement()
+        self.hot.view(state.epoch, placement.members, {rank.rank: rank.host for rank in self._ranks.values()})
+        self.rules.view(placement, {rank.rank: rank.incarnation for rank in self._ranks.values()}, now_s)
 
     def tick(self, now_s: float, busy: bool) -> float | None:
         """Take in what came, and begin what may go now; when to come again."""

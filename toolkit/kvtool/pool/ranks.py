@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtool.errors import KvtoolError, PoolUnavailable
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
-from kvtool.kv.placement import Member, Placement
+from kvtool.kv.placement import Placement
 from kvtool.pool.access import Access, UcxDoor
+from kvtool.pool.hints import Hints
 from kvtool.pool.outside import Outside
 from kvtool.pool.state import PoolState
 
@@ -40,6 +41,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._accesses: dict[int, Access] = {}
         self._placement = Placement(0, [])
+        self.hints = Hints()
         self.term_s, self.copies = 10.0, 1
         self._looked_s = -LOOK_S
         self._stale = True
@@ -68,20 +70,30 @@ class Ranks:
             return [(None, list(range(len(keys))))]
         return [(accesses.get(rank), positions) for rank, positions in parts]
 
-    def orders(self, keys: Sequence[BlockKey], prefer: Callable[[Access], object] | None) -> list[list[Access]]:
-        """The owners of each key, those that `prefer` gives a lower value first, else in the order of placement."""
+    def simple(self, reading: bool) -> bool:
+        """Whether each key has one rank to ask, and that is its owner."""
+        self.refresh()
+        return self.copies <= 1 and (not reading or (self._placement.elders is None and not self.hints))
+
+    def orders(self, keys: Sequence[BlockKey], reading: bool) -> list[list[Access]]:
+        """Whom to ask about each key. To read: a rank that is hinted at, its owners, the nearest first, and whoever
+        was its owner of late. To write: its owners, in the order of placement."""
         self.refresh()
         with self._lock:
             placement, accesses, copies = self._placement, self._accesses, self.copies
         made: dict[tuple[int, ...], list[Access]] = {}
-        found = []
-        for ranks in placement.owners_of_all(keys, copies):
+        found, now_s = [], self.now_s()
+        candidates = placement.readers_of_all(keys, copies) if reading else placement.owners_of_all(keys, copies)
+        for key, ranks in zip(keys, candidates, strict=True):
             order = made.get(ranks)
             if order is None:
-                order = [accesses[rank] for rank in ranks if rank in accesses]
-                if prefer is not None:
-                    order.sort(key=prefer)  # type: ignore[arg-type]  # whatever compares
-                made[ranks] = order
+                order = made[ranks] = [accesses[rank] for rank in ranks if rank in accesses]
+                if reading and copies > 1:
+                    order[:copies] = sorted(order[:copies], key=_near)
+            near = self.hints.rank_near(key, now_s) if reading and self.hints else None
+            hinted = None if near is None else accesses.get(near)
+            if hinted is not None:
+                order = [hinted, *(access for access in order if access is not hinted)]
             found.append(order)
         return found
 
@@ -145,9 +157,7 @@ class Ranks:
         gone = [access for rank, access in self._accesses.items() if kept.get(rank) is not access]
         self._accesses = kept
         self.term_s, self.copies = state.lease_term_s, max(1, state.copies)
-        self._placement = Placement(
-            state.epoch, [Member(a.state.rank, a.state.identity, a.state.weight) for a in kept.values()]
-        )
+        self._placement = state.placement()
         for access in gone:
             access.close()
         log.info("pool known epoch=%d ranks=%d file=%r", state.epoch, len(kept), self._outside.where)
@@ -174,10 +184,10 @@ class Route:
         self._first: list[Share] = []
         if at is not None:
             self._first = [(ranks.named(at), list(range(len(keys))))]
-        elif ranks.copies <= 1:
+        elif ranks.simple(reading):
             self._first = ranks.split(keys)
         else:
-            self._orders, self._turns = ranks.orders(keys, _near if reading else None), [0] * len(keys)
+            self._orders, self._turns = ranks.orders(keys, reading), [0] * len(keys)
 
     def first(self) -> list[Share]:
         if self._orders is None:

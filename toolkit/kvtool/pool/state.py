@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtool.errors import PoolUnavailable, ProtocolError
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.placement import Member, Placement
 from kvtool.pool.names import STATE
 from kvtool.pool.process import runs as runs
 from kvtool.pool.process import started_at as started_at
@@ -66,6 +67,12 @@ class PoolState:
     base: int = 0
     copies: int = 1
     """How many ranks hold each block, and may be asked for it."""
+
+    def placement(self) -> Placement:
+        """Who owns which key: the ranks that serve, by their weights now and before they began to come or leave."""
+        elder = {"joining": 0.0, "draining": 1.0}
+        members = [Member(r.rank, r.identity, r.weight, elder.get(r.status)) for r in self.ranks if r.alive]
+        return Placement(self.epoch, members)
 
     @property
     def kv_layout(self) -> KVLayout:
