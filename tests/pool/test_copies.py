@@ -14,7 +14,9 @@ from watching import CONFIG, clean, keys_of, until
 from kvtool.pool.base import Outcome
 from kvtool.pool.client import PoolClient
 from kvtool.pool.launch import pool_status, start_pool, stop_pool
+from kvtool.pool.link import Link
 from kvtool.pool.state import read_state
+from kvtool.pool.wire import Op, pack_map
 
 pytestmark = pytest.mark.real
 
@@ -58,3 +60,42 @@ def test_a_killed_rank_is_not_missed_and_its_blocks_have_two_holders_again(twice
         assert sum(slots) == 2 * len(keys)
     finally:
         client.close()
+
+
+def drain(handle, rank: int) -> None:
+    state = read_state(handle.state_file)
+    link = Link(state.ranks[rank], bytes.fromhex(state.key), LAYOUT, "test", False, lambda epoch: None)
+    link.call(Op.DRAIN, pack_map({}), time.monotonic() + 5)
+    link.close()
+
+
+def test_a_drained_rank_loses_nothing_under_load_and_readers_miss_nothing_meanwhile(tmp_path):
+    handle = start_pool(replace(TWICE, copies=1, copy_rate=2.0**20, dram_size=room_for(90)), tmp_path / "pool")
+    client = PoolClient(handle.state_file, LAYOUT, client_name="test")
+    try:
+        keys, fresh = KEYS[:150], iter(range(150, 400))
+        assert {r.outcome for r in client.write(puts(keys), budget_s=10)} == {Outcome.STORED}
+        theirs = [len(keys_of(client, rank, keys)) for rank in range(3)]
+        drain(handle, 0)
+        put, left = list(keys), [theirs[0]]
+        deadline_s = time.monotonic() + 20
+        while not (status := copying(handle.run_dir)[0])["empty"]:
+            assert time.monotonic() < deadline_s, status
+            left.append(status["left"])
+            key = KEYS[next(fresh)]
+            assert client.write(puts([key]))[0].outcome is Outcome.STORED
+            put.append(key)
+            for at in range(0, len(put), 50):
+                assert len(read_all(client, put[at : at + 50])) == len(put[at : at + 50])
+        assert any(0 < count < theirs[0] for count in left), "it should have taken a while, and said so"
+        os.kill(read_state(handle.state_file).ranks[0].pid, signal.SIGKILL)
+        until(lambda: not read_state(handle.state_file).ranks[0].alive, 5, "its death is known")
+        assert all(read_all(client, [key]) == [payload(key)] for key in put)
+    finally:
+        client.close()
+        stop_pool(handle.run_dir)
+
+
+def read_all(client, keys) -> list[bytes]:
+    with client.read(keys, budget_s=5) as read:
+        return [bytes(block.data) for block in read.blocks]

@@ -59,7 +59,7 @@ class Calls:
         while count < len(keys):
             some = keys[count : count + wire.BATCH_MAX]
             route = Route(self._ranks, some, at)
-            asking = Asking(self.setting, some, _MATCH, route, deadline_s, deadline_s)
+            asking = Asking(self.setting, some, _MATCH if route.simple else _HAS, route, deadline_s, deadline_s)
             await asking.run(self._matched_here(asking, route, some))
             count += asking.cut
             if asking.cut < len(some):
@@ -80,6 +80,8 @@ class Calls:
     def _matched_here(self, asking: Asking, route: Route, keys: Sequence[BlockKey]) -> list[Share]:
         """Who must be asked by message; ends the run where a rank's own directory says so."""
         shares: list[Share] = []
+        if not route.simple:  # what one rank lacks says nothing of what it has behind that
+            return route.first()
         for access, positions in route.first():
             known = None if access is None else self._match_local(access, [keys[position] for position in positions])
             if known is None:
@@ -219,12 +221,14 @@ class Calls:
         wait_s = budget_s * ANSWER_SHARE
         answers_by_s = deadline_s - budget_s * (1 - ANSWER_SHARE) / 2  # time to fetch from those who do answer
 
+        gather = not leading or not route.simple  # a leading run may go on at another rank, and come back
+
         def pack(part: Part) -> bytes:
             wait = wait_s if part.access.files.allows(part.sent_s) else 0.0
             return wire.pack_lookup(part.number, wait, part.keys)
 
         def take(part: Part, body: bytes) -> tuple[Sequence[int], str]:
-            left, reason = _take_found(part, body) if leading else _take_gathered(part, body)
+            left, reason = _take_gathered(part, body) if gather else _take_found(part, body)
             hints = self._ranks.hints
             if part.found is not None and part.found.near:
                 hints.learn(part.names, part.found.near, self._now_s())
@@ -232,7 +236,7 @@ class Calls:
                 hints.wrong([keys[left[0]]])
             return left, reason
 
-        question = Question(Op.LOOKUP if leading else Op.GATHER, pack, take)
+        question = Question(Op.GATHER if gather else Op.LOOKUP, pack, take)
         return Asking(self.setting, keys, question, route, deadline_s, answers_by_s, leading, cancel)
 
     # Writing

@@ -174,7 +174,8 @@ def _near(access: Access) -> tuple[bool, bool, int]:
 
 
 class Route:
-    """Whom to ask about each key of a batch, one owner after the other. `at`: that rank and nobody else."""
+    """Whom to ask about each key of a batch, one owner after the other. `at`: that rank and nobody else. `simple`:
+    there is one rank to ask about each."""
 
     def __init__(
         self, ranks: Ranks, keys: Sequence[BlockKey], at: int | str | None = None, reading: bool = True
@@ -188,6 +189,10 @@ class Route:
             self._first = ranks.split(keys)
         else:
             self._orders, self._turns = ranks.orders(keys, reading), [0] * len(keys)
+
+    @property
+    def simple(self) -> bool:
+        return self._orders is None
 
     def first(self) -> list[Share]:
         if self._orders is None:
