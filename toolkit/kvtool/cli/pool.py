@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import console
+from kvtool.cli.pool_verify import verify
 from kvtool.config.spec import default_run_dir
 from kvtool.engine.manifest import read_manifest
 from kvtool.errors import SpecRefused
@@ -27,6 +28,7 @@ from kvtool.pool.rundir import pool_runs
 from kvtool.units import parse_seconds, parse_size, show_size
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(verify)
 
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the pool.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]

@@ -169,6 +169,11 @@ class Room:
         while self.dram.free + coming < wanted and self._evict_one(now_s):
             coming = 0 if self._stuck(now_s) else self.demoting
 
+    @property
+    def moving(self) -> int:
+        """Moves between memory and files that are under way."""
+        return len(self._moves)
+
     def _stuck(self, now_s: float) -> bool:
         """Whether the disk has not answered for too long: until it does, it is as if there were no files."""
         oldest = next(iter(self._moves.values()), None)

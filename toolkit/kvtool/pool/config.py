@@ -36,6 +36,8 @@ class PoolConfig:
     answered, which then says that it is durable."""
     flush_s: float = 3.0
     """How long a stopping rank may write to its file what only its memory holds."""
+    scrub_rate: float = 4 * 2.0**20
+    """Bytes a second of its file that an idle rank reads and checks; 0 for none."""
     lease_term_s: float = 10.0
     reserve_term_s: float = 10.0
     copies: int = 1
@@ -76,6 +78,8 @@ class PoolConfig:
             raise SpecRefused("pool.write: through needs files, found pool.file_size 0; raise it, or write back")
         if self.flush_s < 0:
             raise SpecRefused(f"pool.flush_s: wanted 0 s or more, found {self.flush_s}")
+        if not 0 <= self.scrub_rate < float("inf"):
+            raise SpecRefused(f"pool.scrub_rate: wanted 0 bytes/s or more, found {self.scrub_rate}")
         for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s"):
             if getattr(self, setting) <= 0:
                 raise SpecRefused(f"pool.{setting}: wanted more than 0 s, found {getattr(self, setting)}")
@@ -100,6 +104,7 @@ class RankConfig:
     file_size: int
     write: str
     flush_s: float
+    scrub_rate: float
     lease_term_s: float
     reserve_term_s: float
     ucx: bool

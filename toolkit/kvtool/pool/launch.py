@@ -268,6 +268,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         file_size=config.file_size,
         write=config.write,
         flush_s=config.flush_s,
+        scrub_rate=config.scrub_rate,
         lease_term_s=config.lease_term_s,
         reserve_term_s=config.reserve_term_s,
         ucx=ucx,

@@ -35,6 +35,7 @@ from kvtool.pool.membership import Membership
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.mover import Mover
 from kvtool.pool.names import CONFIG, LOG
+from kvtool.pool.scrub import Scrub
 from kvtool.pool.service import Service
 from kvtool.pool.state import PoolState, RankState, started_at
 from kvtool.pool.tiers import Event, Tiers
@@ -124,6 +125,8 @@ class Rank:
             (Op.VIEW, self.members.view), (Op.JOIN, self.members.join), (Op.DRAIN, self.members.drain),
         ):  # fmt: skip
             self.service.serve(op, handler)
+        self.scrub = Scrub(self.tiers, self._post, self.config.scrub_rate)
+        self.service.scrub_with(self.scrub)
         self._copy(state)
 
     def _copy(self, state: PoolState) -> None:
@@ -223,7 +226,8 @@ class Rank:
         if self.members.epoch != self._copied_epoch:
             self._copied_epoch = self.members.epoch
             copier.view(self.members.state, now_s)
-        for part_due_s in (self.service.tick(now_s), copier.tick(now_s, self.service.busy)):
+        busy = self.service.busy
+        for part_due_s in (self.service.tick(now_s), copier.tick(now_s, busy), self.scrub.tick(now_s, busy)):
             due_s = due_s if part_due_s is None else min(due_s, part_due_s)
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s

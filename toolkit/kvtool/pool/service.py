@@ -21,6 +21,8 @@ from kvtool.pool.copier import OWNER, Copier
 from kvtool.pool.data import Lanes
 from kvtool.pool.gate import Gate
 from kvtool.pool.loop import Connection
+from kvtool.pool.scrub import OWNER as SCRUB_OWNER
+from kvtool.pool.scrub import Scrub
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.wire import Cut, Message, Op
 
@@ -85,6 +87,7 @@ class Service:
         self.on_peer: Callable[[Connection, bytes], None] = lambda connection, introduction: None
         self.ucx_wanted_until_s = 0.0
         self.copier: Copier | None = None
+        self.scrub: Scrub | None = None
         self.touched = 0
         """Blocks of this rank that clients found in its directory, without a message, and read."""
         self._handlers: dict[Op, Callable[[Connection, Message, float], None]] = {
@@ -367,6 +370,19 @@ class Service:
             raise ProtocolError(f"use of a slot that does not exist; this rank has {self.store.dram.count}")
         self.touched += self.store.touch(uses, now_s)
 
+    def scrub_with(self, scrub: Scrub) -> None:
+        """Answer those who want everything checked."""
+
+        def verify(connection: Connection, message: Message, now_s: float) -> None:
+            start = bool(wire.unpack_map(message.body).get("start"))
+            body = wire.pack_map(scrub.verify(start, now_s))
+            self.tiers.carry_out()
+            connection.send(Op.VERIFY, message.request, body)
+
+        self.scrub = scrub
+        self._names[SCRUB_OWNER] = "this rank, scrubbing"
+        self.serve(Op.VERIFY, verify)
+
     @property
     def busy(self) -> bool:
         """Clients wait here for room or files. Copies of other ranks do not count: two that wait for each other would
@@ -390,6 +406,7 @@ class Service:
             "files": self.tiers.report(),
             "touched": self.touched,
             "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
+            "scrub": {} if self.scrub is None else self.scrub.report(),
             **({} if self.copier is None else {"copying": self.copier.status()}),
             "lanes": len(self.lanes),
             "transfers": {**self.lanes.counts, "bytes": dict(self.lanes.bytes)},

@@ -65,6 +65,7 @@ class Op(IntEnum):
     TOUCH = 30
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
+    VERIFY = 50
 
 
 class Status(IntEnum):
