@@ -124,7 +124,7 @@ def test_a_process_killed_in_a_write_loop_loses_no_durable_block(tmp_path, after
 
 @pytest.mark.real
 def test_a_pool_killed_whole_is_back_with_its_durable_blocks_and_one_stopped_with_all(tmp_path):
-    config = replace(CONFIG, ranks=2, write="through", ucx=False)
+    config = replace(CONFIG, ranks=2, write="through", ucx=False, heal=False)
     handle = start_pool(config, tmp_path)
     client = PoolClient(handle.state_file, LAYOUT)
     try:
