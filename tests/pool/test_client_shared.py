@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import itertools
+
 import numpy as np
 import pytest
 from blocks import KEYS, LAYOUT, payload, puts, room_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtool.pool.aio import AsyncPoolClient
 from kvtool.pool.base import Cancel, Outcome, Put, Tier
 from kvtool.pool.client import PoolClient
 from kvtool.pool.embedded import EmbeddedPool
@@ -15,8 +20,12 @@ from kvtool.pool.embedded import EmbeddedPool
 SIZE = LAYOUT.block_size
 
 
-def fresh(tag: int, count: int) -> list[bytes]:
+TAGS = itertools.count(1)
+
+
+def fresh(count: int) -> list[bytes]:
     """Keys that no other test has."""
+    tag = next(TAGS)
     return [tag.to_bytes(4, "big") + key[4:] for key in KEYS[:count]]
 
 
@@ -24,18 +33,45 @@ def room(count: int = 1) -> list[bytearray]:
     return [bytearray(SIZE) for _ in range(count)]
 
 
-@pytest.fixture(params=["embedded", pytest.param("client", marks=pytest.mark.real)])
+class Driven:
+    """An `AsyncPoolClient` whose every call is run to its end on a loop of its own."""
+
+    def __init__(self, state_file):
+        self.loop = asyncio.new_event_loop()
+        self.client = AsyncPoolClient(state_file, LAYOUT, client_name="shared")
+
+    def __getattr__(self, name):
+        method = getattr(self.client, name)
+        if not inspect.iscoroutinefunction(method):
+            return method
+        return lambda *args, **named: self.loop.run_until_complete(method(*args, **named))
+
+    def close(self):
+        self.loop.run_until_complete(self.client.close())
+
+
+def make(kind, request):
+    if kind == "embedded":
+        return EmbeddedPool(LAYOUT, room_for(64))
+    state_file = request.getfixturevalue("pool").state_file
+    return PoolClient(state_file, LAYOUT, client_name="shared") if kind == "client" else Driven(state_file)
+
+
+REAL = pytest.mark.real
+KINDS = ["embedded", pytest.param("client", marks=REAL), pytest.param("async", marks=REAL)]
+
+
+@pytest.fixture(params=KINDS)
 def any_pool(request):
-    if request.param == "embedded":
-        made = EmbeddedPool(LAYOUT, room_for(64))
-    else:
-        made = PoolClient(request.getfixturevalue("pool").state_file, LAYOUT, client_name="shared")
+    made = make(request.param, request)
     yield made
     made.close()
+    if isinstance(made, Driven):
+        made.loop.close()
 
 
 def test_blocks_come_into_the_buffers_of_the_caller(any_pool):
-    keys, buffers = fresh(1, 8), room(8)
+    keys, buffers = fresh(8), room(8)
     assert {r.outcome for r in any_pool.put_from(keys[:6], [payload(key) for key in keys[:6]])} == {Outcome.STORED}
     result = any_pool.get_into(keys, buffers)
     assert result.count == result.hits == 6
@@ -46,7 +82,7 @@ def test_blocks_come_into_the_buffers_of_the_caller(any_pool):
 
 
 def test_each_key_on_its_own(any_pool):
-    keys = fresh(2, 6)
+    keys = fresh(6)
     any_pool.write(puts(keys))
     assert any_pool.delete(keys[1:5:3]) == 2
     assert any_pool.match(keys) == 1
@@ -62,7 +98,7 @@ def test_each_key_on_its_own(any_pool):
 
 def test_numpy_and_torch_buffers_are_buffers(any_pool):
     torch = pytest.importorskip("torch")
-    keys = fresh(3, 2)
+    keys = fresh(2)
     stored = (
         np.frombuffer(payload(keys[0]), np.float16),
         torch.frombuffer(bytearray(payload(keys[1])), dtype=torch.bfloat16),
@@ -75,7 +111,7 @@ def test_numpy_and_torch_buffers_are_buffers(any_pool):
 
 
 def test_a_buffer_that_is_no_room_for_its_block_is_a_miss_of_that_block_alone(any_pool):
-    keys = fresh(4, 4)
+    keys = fresh(4)
     any_pool.write(puts(keys))
     buffers = [*room(1), bytearray(10), *room(2)]
     result = any_pool.get_into(keys, buffers, leading=False)
@@ -95,25 +131,25 @@ def test_what_is_no_buffer_is_refused_with_the_words(any_pool):
 
 
 def test_a_put_without_bytes_is_refused_and_holds_nothing(any_pool):
-    (key,) = fresh(5, 1)
+    (key,) = fresh(1)
     with pytest.raises(ValueError, match="found neither"):
         any_pool.write([Put(key, SIZE, None)])
     assert any_pool.put_from([key], [payload(key)])[0].outcome is Outcome.STORED
 
 
 def test_a_call_that_is_cancelled_misses_with_that_reason(any_pool):
-    keys, cancel = fresh(6, 3), Cancel()
+    keys, cancel = fresh(3), Cancel()
     any_pool.write(puts(keys))
     cancel.set()
     assert [got.reason for got in any_pool.get_into(keys, room(3), cancel=cancel).blocks] == ["cancelled"] * 3
     with any_pool.read(keys, cancel=cancel) as read:
         assert not read.blocks
-    assert {r.reason for r in any_pool.write(puts(fresh(7, 2)), cancel=cancel)} == {"cancelled"}
+    assert {r.reason for r in any_pool.write(puts(fresh(2)), cancel=cancel)} == {"cancelled"}
     assert any_pool.counts().misses["cancelled"] == 6
 
 
 def test_every_block_asked_for_is_counted_once(any_pool):
-    keys = fresh(8, 10)
+    keys = fresh(10)
     any_pool.write(puts(keys[:4]))
     before = any_pool.counts()
     any_pool.get_into(keys, room(10))
@@ -128,32 +164,26 @@ def test_every_block_asked_for_is_counted_once(any_pool):
 
 
 def test_after_close_everything_is_a_miss(any_pool):
-    keys = fresh(9, 2)
+    keys = fresh(2)
     any_pool.write(puts(keys))
     any_pool.close()
     any_pool.close()
     assert any_pool.match(keys) == 0 and any_pool.exists(keys) == [False, False]
     assert any_pool.get_into(keys, room(2)).count == 0
-    assert any_pool.write(puts(fresh(10, 1)))[0].outcome in (Outcome.REFUSED, Outcome.FAILED)
+    assert any_pool.write(puts(fresh(1)))[0].outcome in (Outcome.REFUSED, Outcome.FAILED)
     assert any_pool.drop(keys) == any_pool.delete(keys) == 0
 
 
 CALL = st.tuples(st.sampled_from(["put", "get", "pick", "match", "exists", "delete"]), st.sets(st.integers(0, 9)))
 
 
-@pytest.mark.parametrize("kind", ["embedded", pytest.param("client", marks=pytest.mark.real)])
-def test_any_sequence_of_calls_agrees_with_a_dictionary(kind, request):
-    made = (
-        EmbeddedPool(LAYOUT, room_for(64))
-        if kind == "embedded"
-        else PoolClient(request.getfixturevalue("pool").state_file, LAYOUT, client_name="model")
-    )
-    tags = iter(range(100, 10**6))
+def test_any_sequence_of_calls_agrees_with_a_dictionary(any_pool):
+    made = any_pool
 
     @settings(max_examples=25, deadline=None, database=None)
     @given(st.lists(CALL, max_size=12))
     def agree(calls):
-        keys = fresh(next(tags), 10)
+        keys = fresh(10)
         there: set[int] = set()
         for call, at in calls:
             chosen = sorted(at)
@@ -180,4 +210,3 @@ def test_any_sequence_of_calls_agrees_with_a_dictionary(kind, request):
         made.delete(keys)
 
     agree()
-    made.close()

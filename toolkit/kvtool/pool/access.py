@@ -158,8 +158,9 @@ class Access:
             return not mapped and bool(state.ucx_metadata) and nixl.installed()
         return path == "ucx"
 
-    def open(self, deadline_s: float) -> Path | None:
-        """Map or connect, once; None when there is no way to the rank's memory.
+    def open(self, deadline_s: float, introduced: bool = False) -> Path | None:
+        """Map or connect, once; None when there is no way to the rank's memory. `introduced`: the rank was called just
+        now, over our link.
 
         Raises:
             Unavailable: the rank does not answer.
@@ -174,7 +175,7 @@ class Access:
             raise Unavailable(f"rank {self.state.rank} is being connected to and does not answer")
         try:
             if self.link.ucx:
-                return self._open_ucx(deadline_s)
+                return self._open_ucx(deadline_s, introduced)
             if self.path is None and self._wanted in ("auto", "shm"):
                 self._open_shm()
             if self.path is None and self._wanted in ("auto", "socket"):
@@ -183,6 +184,11 @@ class Access:
             return self.path
         finally:
             self._lock.release()
+
+    @property
+    def mapped(self) -> SlotMemory | None:
+        """The rank's memory for a put, if `writable` has mapped it."""
+        return self._writable
 
     def writable(self, deadline_s: float) -> SlotMemory | None:
         """The rank's memory for a put, mapped the first time; None when it is not, or not any more.
@@ -217,10 +223,11 @@ class Access:
         self._segments.append(segment)
         return SlotMemory(segment.view, self.state.slots, self._layout.block_size)
 
-    def _open_ucx(self, deadline_s: float) -> Path | None:
+    def _open_ucx(self, deadline_s: float, introduced: bool) -> Path | None:
         if not self.state.ucx_metadata:
             return None
-        self.link.call(Op.PING, b"", deadline_s)  # the rank makes progress for those whom it heard of lately
+        if not introduced:
+            self.link.call(Op.PING, b"", deadline_s)  # the rank makes progress for those whom it heard of lately
         reader = self._door.reader
         try:
             reader.connect(self.peer, bytes.fromhex(self.state.ucx_metadata), deadline_s)

@@ -6,10 +6,11 @@ term at the pace seen lately. Between the parts it looks at its budget and at th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvtool.errors import ProtocolError
+from kvtool.errors import KvtoolError, ProtocolError
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
 from kvtool.pool import wire
@@ -35,6 +36,8 @@ from kvtool.pool.ranks import Route, Share
 from kvtool.pool.reading import Counting, PoolRead
 from kvtool.pool.wire import Cut, Found, Op
 
+ALIVE_S = 1.0
+PROBE_S = 0.25
 WINDOW_MAX = 512
 """Blocks in one part of a `get_into`: many enough to keep every rank busy, few enough to be cancelled soon."""
 VIEW_SHARE, COPY_SHARE = 0.5, 0.25
@@ -50,6 +53,8 @@ class Calls:
         self._ranks, self._driver, self._now_s = setting.ranks, setting.driver, setting.now_s
         self.pace = Pace()
         self.counting = Counting(layout.block_tokens)
+        self._probing = threading.Lock()
+        self._probed_s, self._alive = -ALIVE_S, False
 
     # What is there
 
@@ -280,6 +285,38 @@ class Calls:
                 shares = route.next(range(len(some)))
             gone += most
         return gone
+
+    # Who is there
+
+    async def alive(self) -> bool:
+        now_s, ranks = self._now_s(), self._ranks
+        ranks.refresh()
+        for access in ranks.all():
+            access.link.look()  # it may have hung up
+        if any(a.link.connected and now_s - a.link.heard_s < ALIVE_S and a.link.usable for a in ranks.all()):
+            return True
+        if now_s - self._probed_s < ALIVE_S or not self._probing.acquire(blocking=False):
+            return self._alive
+        try:
+            self._probed_s = now_s
+            self._alive = False
+            for access in ranks.all():
+                self._alive = self._alive or await self._probe(access)
+            if not self._alive:
+                ranks.lost()
+        finally:
+            self._probing.release()
+        return self._alive
+
+    async def _probe(self, access: Access) -> bool:
+        by_s = self._now_s() + PROBE_S
+        try:
+            if await self._driver.reach(access, by_s) is not None:
+                await self._driver.finish((access.link, access.link.start(Op.PING, b"", by_s)), by_s)
+                return True
+        except KvtoolError:
+            pass
+        return False
 
     # Counting
 

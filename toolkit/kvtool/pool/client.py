@@ -14,15 +14,13 @@ What the calls do is in `calls` and beneath; here they are made to wait in the c
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from kvtool.errors import KvtoolError, SpecRefused
+from kvtool.errors import SpecRefused
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
-from kvtool.pool.access import Access
 from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, PoolCounts, Put, PutResult
 from kvtool.pool.buffers import rooms_of
@@ -32,10 +30,6 @@ from kvtool.pool.outside import Outside
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import PoolRead
 from kvtool.pool.verbs import Verbs, lengths_match
-from kvtool.pool.wire import Op
-
-ALIVE_S = 1.0
-PROBE_S = 0.25
 
 
 class PoolClient(Verbs):
@@ -69,8 +63,6 @@ class PoolClient(Verbs):
         self._now_s = outside.now_s
         self._ranks = Ranks(outside, layout, client_name)
         self._calls = Calls(Setting(self._ranks, Direct(self._now_s)), layout)
-        self._probing = threading.Lock()
-        self._probed_s, self._alive = -ALIVE_S, False
 
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5, *, at: int | str | None = None) -> int:
         return complete(self._calls.match(keys, budget_s, at))
@@ -118,31 +110,7 @@ class PoolClient(Verbs):
         return complete(self._calls.delete(keys, budget_s))
 
     def alive(self) -> bool:
-        now_s = self._now_s()
-        self._ranks.refresh()
-        for access in self._ranks.all():
-            access.link.look()  # it may have hung up
-        if any(a.link.connected and now_s - a.link.heard_s < ALIVE_S and a.link.usable for a in self._ranks.all()):
-            return True
-        if now_s - self._probed_s < ALIVE_S or not self._probing.acquire(blocking=False):
-            return self._alive
-        try:
-            self._probed_s = now_s
-            self._alive = any(self._probe(access) for access in self._ranks.all())
-            if not self._alive:
-                self._ranks.lost()
-        finally:
-            self._probing.release()
-        return self._alive
-
-    def _probe(self, access: Access) -> bool:
-        try:
-            if access.link.usable:
-                access.link.call(Op.PING, b"", self._now_s() + PROBE_S)
-                return True
-        except KvtoolError:
-            pass
-        return False
+        return complete(self._calls.alive())
 
     def counts(self) -> PoolCounts:
         return self._calls.counts()

@@ -238,6 +238,7 @@ class Fetching:
         if access.path not in (Path.UCX, Path.SOCKET):  # its memory was unmapped under us
             self._asking.end(positions, "rank_down")
             return [], none
+        taken: list[Staged] = []
         try:
             door.look_after()
             count = min(
@@ -247,15 +248,19 @@ class Fetching:
                 self._asking.end(positions[count:], "full")
             if count <= 0:
                 return [], none
-            bring = functools.partial(self._transfer, part, hits[:count])
-            staged = await self._driver.work(UCX_SIZE, bring)
+            await self._driver.work(UCX_SIZE, lambda: taken.append(self._transfer(part, hits[:count])))
         except KvtoolError:
             access.transfers.bad(self._now_s())
             self._asking.end(positions, "timeout" if self._now_s() >= self._deadline_s else "rank_down")
             self._ranks.lost()
             return [], none
+        except BaseException:
+            for staged in taken:
+                staged.release()
+            raise
         access.transfers.good()
         self._staged += count
+        staged = taken[0]
 
         def release() -> None:
             self._staged -= count
