@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvtool.errors import PoolUnavailable, SpecRefused
 from kvtool.kv.block import BlockKey
@@ -28,13 +28,14 @@ from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, Path, PoolCounts, Put, PutResult
 from kvtool.pool.buffers import rooms_of
 from kvtool.pool.calls import Calls
+from kvtool.pool.client import tell_of_forks
 from kvtool.pool.driver import Asked
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.outside import Outside
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import PoolRead
 from kvtool.pool.state import RankState
-from kvtool.pool.verbs import lengths_match, puts_of
+from kvtool.pool.verbs import NOT_PICKLED, lengths_match, puts_of
 from kvtool.pool.wire import Op
 
 INLINE_MAX = 2**20
@@ -122,8 +123,9 @@ class AioDriver:
 
     def close(self) -> None:
         self._closed = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
 
 
 def _answered(asked: Asked) -> asyncio.Future[None]:
@@ -159,6 +161,12 @@ class AsyncPoolClient:
         self._driver = AioDriver(outside.now_s)
         self._ranks = Ranks(outside, layout, client_name)
         self._calls = Calls(Setting(self._ranks, self._driver), layout)
+        tell_of_forks(self)
+
+    def _in_child(self) -> None:
+        """A forked child has no use of its parent's event loop: there, this client is as if closed."""
+        self._ranks.abandon()
+        self._driver.close()
 
     async def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5, *, at: int | str | None = None) -> int:
         return await self._calls.match(keys, budget_s, at)
@@ -236,6 +244,13 @@ class AsyncPoolClient:
         """As `PoolClient.close`. What still runs in threads ends by its budget."""
         self._driver.close()
         self._ranks.close()
+
+    def __reduce__(self) -> NoReturn:
+        """
+        Raises:
+            TypeError: always; with what to do.
+        """
+        raise TypeError(NOT_PICKLED.format(type(self).__name__))
 
     async def __aenter__(self) -> AsyncPoolClient:
         return self

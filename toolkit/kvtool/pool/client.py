@@ -14,9 +14,11 @@ What the calls do is in `calls` and beneath; here they are made to wait in the c
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Protocol
 
 from kvtool.errors import SpecRefused
 from kvtool.kv.block import BlockKey
@@ -59,10 +61,14 @@ class PoolClient(Verbs):
         if path not in ("auto", "shm", "ucx", "socket"):
             raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
         self.layout = layout
-        outside = outside or Outside(FilePath(state_file), layout, path, client_name)
-        self._now_s = outside.now_s
-        self._ranks = Ranks(outside, layout, client_name)
-        self._calls = Calls(Setting(self._ranks, Direct(self._now_s)), layout)
+        self._outside = outside or Outside(FilePath(state_file), layout, path, client_name)
+        self._name, self._closed = client_name, False
+        self._join(Ranks(self._outside, layout, client_name))
+        tell_of_forks(self)
+
+    def _join(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._calls = Calls(Setting(ranks, Direct(self._outside.now_s)), self.layout)
 
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5, *, at: int | str | None = None) -> int:
         return complete(self._calls.match(keys, budget_s, at))
@@ -117,4 +123,37 @@ class PoolClient(Verbs):
 
     def close(self) -> None:
         """Leave the pool; its ranks end our leases. Views in place must not be used any more. Again is a no-op."""
+        self._closed = True
         self._ranks.close()
+
+    def _in_child(self) -> None:
+        """Just after a fork: the sockets, and UCX with its memory, are the parent's."""
+        self._ranks.abandon()
+        _parents.append(self._ranks)
+        self._outside.forget()
+        self._join(Ranks(self._outside, self.layout, self._name, eager=False))
+        if self._closed:
+            self._ranks.close()
+
+
+class Forked(Protocol):
+    """Whoever must do something in a child process."""
+
+    def _in_child(self) -> None: ...
+
+
+_clients: weakref.WeakSet[Forked] = weakref.WeakSet()
+_parents: list[Ranks] = []
+"""Of the process that we were forked from: never closed here, since that would end transfers of the parent's."""
+
+
+def tell_of_forks(client: Forked) -> None:
+    _clients.add(client)
+
+
+def _forked() -> None:
+    for client in list(_clients):
+        client._in_child()
+
+
+os.register_at_fork(after_in_child=_forked)

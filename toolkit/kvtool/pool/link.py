@@ -96,6 +96,8 @@ class Line(Protocol):
 
     def close(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class Link:
     """One connection to a rank, made when first used. Thread-safe. Deadlines are points on `now_s`'s clock, which for
@@ -306,6 +308,13 @@ class Link:
     def close(self) -> None:
         self._closed = True
         self._lost(self._sock)
+
+    def abandon(self) -> None:
+        """In a child process: the connection is the parent's. Takes no lock: who held one is not here."""
+        self._closed = True
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()  # and no shutdown, which the parent would notice
 
     # Connecting
 

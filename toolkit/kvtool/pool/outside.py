@@ -54,6 +54,10 @@ class Outside:
         self._stamp = stamp
         return state
 
+    def forget(self) -> None:
+        """Have the next `look` say what there is, changed or not."""
+        self._stamp = None
+
     def access(self, rank: RankState, key: bytes, door: UcxDoor, on_epoch: Callable[[int], None]) -> Access:
         """A way to `rank`, not opened yet. `key` is the pool's; `on_epoch` is told the epoch of each answer."""
         ucx = Access.wants_ucx(rank, self._path)

@@ -31,8 +31,9 @@ Share = tuple[Access | None, list[int]]
 class Ranks:
     """Live ranks and who owns which key. Thread-safe."""
 
-    def __init__(self, outside: Outside, layout: KVLayout, name: str) -> None:
-        """
+    def __init__(self, outside: Outside, layout: KVLayout, name: str, eager: bool = True) -> None:
+        """`eager`: look for the pool at once.
+
         Raises:
             Refused: the pool that runs there holds another KV layout; both are in the sentence.
         """
@@ -45,6 +46,8 @@ class Ranks:
         self.term_s, self.copies = 10.0, 1
         self._looked_s = -LOOK_S
         self._stale = True
+        if not eager:
+            return
         try:
             state = outside.look()
         except PoolUnavailable:
@@ -166,6 +169,11 @@ class Ranks:
         for access in self.all():
             access.close()
         self.door.close()
+
+    def abandon(self) -> None:
+        """In a child process: let go of the parent's connections, and say nothing to anybody."""
+        for access in self.all():
+            access.link.abandon()
 
 
 def _near(access: Access) -> tuple[bool, bool, int]:

@@ -6,12 +6,19 @@ MemServe's names stand beside ours where they fit: `insert` is a put of buffers,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.retention import DEFAULT, Retention
 from kvtool.pool.base import Put, PutResult
 from kvtool.pool.buffers import bytes_of
+
+T = TypeVar("T", bound="Verbs")
+NOT_PICKLED = (
+    "a {} has sockets and mapped memory, which no other process can be handed; connect anew there, with "
+    "kvtool.pool.connect(run_dir). A child that was forked may go on using its parent's client."
+)
 
 
 class Verbs:
@@ -42,6 +49,24 @@ class Verbs:
             puts_of(keys, buffers, parent, chained, transient_s, retention),
             budget_s,
         )
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """
+        Raises:
+            TypeError: always; with what to do.
+        """
+        raise TypeError(NOT_PICKLED.format(type(self).__name__))
 
     def put(self, blocks: Sequence[Put], budget_s: float = 2.0) -> list[PutResult]:
         return self.write(blocks, budget_s)
