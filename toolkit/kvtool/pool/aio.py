@@ -28,7 +28,7 @@ from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, Path, PoolCounts, Put, PutResult
 from kvtool.pool.buffers import rooms_of
 from kvtool.pool.calls import Calls
-from kvtool.pool.client import tell_of_forks
+from kvtool.pool.client import PATHS, tell_of_forks
 from kvtool.pool.driver import Asked
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.outside import Outside
@@ -71,7 +71,7 @@ class AioDriver:
                 if not link.watched:
                     await self._thread(lambda: link.connect(deadline_s))
                     link.watch()
-        if access.path is Path.SHM:
+        if access.path in (Path.SHM, Path.SOCKET):
             return access.path
         if link.ucx and access.path is None:
             await self.finish((link, link.start(Op.PING, b"", deadline_s)), deadline_s)
@@ -121,6 +121,10 @@ class AioDriver:
                 done.exception()  # seen
             raise
 
+    def abandon(self) -> None:
+        """In a child process, which has none of these threads."""
+        self._closed, self._threads = True, None
+
     def close(self) -> None:
         self._closed = True
         threads, self._threads = self._threads, None
@@ -154,8 +158,8 @@ class AsyncPoolClient:
         client_name: str = "client",
         outside: AioOutside | None = None,
     ) -> None:
-        if path not in ("auto", "shm", "ucx"):
-            raise SpecRefused(f"pool.path: wanted auto, shm or ucx, found {path!r}")
+        if path not in PATHS:
+            raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
         self.layout = layout
         outside = outside or AioOutside(FilePath(state_file), layout, path, client_name)
         self._driver = AioDriver(outside.now_s)
@@ -166,7 +170,7 @@ class AsyncPoolClient:
     def _in_child(self) -> None:
         """A forked child has no use of its parent's event loop: there, this client is as if closed."""
         self._ranks.abandon()
-        self._driver.close()
+        self._driver.abandon()
 
     async def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5, *, at: int | str | None = None) -> int:
         return await self._calls.match(keys, budget_s, at)

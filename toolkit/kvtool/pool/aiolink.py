@@ -8,10 +8,12 @@ takes Link's, which are free.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from kvtool.errors import Unavailable
 from kvtool.pool import wire
@@ -22,7 +24,7 @@ UNSENT_MAX = 4 * 2**20
 
 
 class AioLink(Link):
-    """`connect` (in any thread), then `watch` (on the loop); from there on all calls but `tell` on that loop."""
+    """`connect` (in any thread), then `watch` (on the loop); from there on only `tell` and `say` in other threads."""
 
     _loop: asyncio.AbstractEventLoop | None = None
     _thread = 0
@@ -100,7 +102,10 @@ class AioLink(Link):
         return super()._connected(deadline_s)
 
     def _send(self, sock: socket.socket, op: Op, number: int, body: bytes, deadline_s: float) -> None:
-        """Whole or in the loop's hands when this returns: it never waits."""
+        """Whole or in the loop's hands when this returns. On the loop it never waits; a thread waits for the loop."""
+        if threading.get_ident() != self._thread:
+            self._on_loop(lambda: self._send(sock, op, number, body, deadline_s), deadline_s)
+            return
         if sock is not self._sock or not self.watched:
             raise RankDown(f"rank {self.state.rank} closed the connection")
         if sum(map(len, self._unsent)) > UNSENT_MAX:
@@ -110,6 +115,24 @@ class AioLink(Link):
         self._unsent.append(data)
         if len(self._unsent) == 1:
             self._flush(sock)
+
+    def _on_loop(self, call: Callable[[], None], deadline_s: float) -> None:
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                call()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self._loop is None or self._loop.is_closed():
+            raise RankDown(f"rank {self.state.rank} closed the connection")
+        self._loop.call_soon_threadsafe(run)
+        try:
+            done.result(max(0.0, deadline_s - self._now_s()))
+        except concurrent.futures.TimeoutError:
+            raise RankSlow(f"rank {self.state.rank} takes no requests: the event loop is busy") from None
 
     def _flush(self, sock: socket.socket) -> None:
         assert self._loop is not None

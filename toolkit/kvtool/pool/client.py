@@ -33,6 +33,8 @@ from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import PoolRead
 from kvtool.pool.verbs import Verbs, lengths_match
 
+PATHS = ("auto", "shm", "ucx", "socket")
+
 
 class PoolClient(Verbs):
     """A `pool.base.Pool` over the ranks that `state_file` names. Thread-safe, and without threads of its own.
@@ -58,7 +60,7 @@ class PoolClient(Verbs):
         client_name: str = "client",
         outside: Outside | None = None,
     ) -> None:
-        if path not in ("auto", "shm", "ucx", "socket"):
+        if path not in PATHS:
             raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
         self.layout = layout
         self._outside = outside or Outside(FilePath(state_file), layout, path, client_name)

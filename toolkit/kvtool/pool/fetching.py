@@ -241,9 +241,8 @@ class Fetching:
         taken: list[Staged] = []
         try:
             door.look_after()
-            count = min(
-                len(hits), door.blocks_by(access.path) - self._staged
-            )  # waiting for more would be waiting for ourselves
+            room = door.blocks_by(access.path) - self._staged  # waiting for more would be waiting for ourselves
+            count = min(len(hits), room)
             if count < len(hits):
                 self._asking.end(positions[count:], "full")
             if count <= 0:

@@ -15,7 +15,8 @@ def connect(
 ) -> PoolClient:
     """A client of the pool of a run directory, or of a state file. A context manager.
 
-    `layout`: that of your blocks; None: whatever the pool holds. `path`: "auto", "shm" or "ucx".
+    `layout`: that of your blocks; None: whatever the pool holds. `path`: "shm", "ucx", "socket", or "auto", the first
+    of them that can be had.
 
     Raises:
         PoolUnavailable: `layout` is None and no pool runs there that could tell.
