@@ -54,6 +54,16 @@ def up(
         str, typer.Option("--flush", help="How long a stopping rank may write its memory to its file.")
     ] = "3s",
     lease_term: Annotated[str, typer.Option("--lease-term", help="How long a read may take.")] = "10s",
+    copies: Annotated[int, typer.Option("--copies", help="How many ranks hold each block.")] = 1,
+    namespace_copies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace-copies", help="NAME=COPIES: how many hold those of one namespace.", show_default=False
+        ),
+    ] = None,
+    copy_rate: Annotated[
+        str, typer.Option("--copy-rate", help="Bytes a second that a rank may spend on copies to others.")
+    ] = "1GiB",
     name: Annotated[str, typer.Option("--name", help="Name of the pool; its block files carry it.")] = "pool",
     run_dir: RunDir = None,
 ) -> None:
@@ -72,6 +82,9 @@ def up(
         write=write,
         flush_s=_parsed("--flush", flush, parse_seconds),
         lease_term_s=_parsed("--lease-term", lease_term, parse_seconds),
+        copies=copies,
+        namespaces=dict(_copies_of(text) for text in namespace_copies or []),
+        copy_rate=_parsed("--copy-rate", copy_rate, parse_size),
         name=name,
     )
     console.step(f"starting {ranks} ranks in {folder}, blocks of {config.layout}")
@@ -210,6 +223,13 @@ def _layout(engine: Path | None, text: str | None) -> KVLayout:
         return KVLayout(**fields)
     except (TypeError, ValueError) as error:
         raise SpecRefused(f"--layout {text}: {error}; {_LAYOUT_HELP}") from None
+
+
+def _copies_of(text: str) -> tuple[str, int]:
+    name, equals, copies = text.rpartition("=")
+    if not (equals and name and copies.isdigit()):
+        raise SpecRefused(f"--namespace-copies {text}: wanted NAME=COPIES, such as chat=2")
+    return name, int(copies)
 
 
 def _parsed(flag: str, text: str, parse: Any) -> Any:

@@ -75,6 +75,9 @@ class PoolSpec(Section):
         "takes the first of them that it can.",
     )
     lease_term: Seconds = _default("10s", "How long a reader that died can hold a block.")
+    copies: int = Field(
+        1, ge=1, le=8, description="Ranks that hold each block; with 2 the death of a rank costs no block."
+    )
     namespace: str = Field(
         "default", min_length=1, max_length=64, description="Part of every key; blocks never cross namespaces."
     )

@@ -157,6 +157,7 @@ class AsyncPoolClient:
         path: str = "auto",
         client_name: str = "client",
         outside: AioOutside | None = None,
+        namespace: str = "",
     ) -> None:
         if path not in PATHS:
             raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
@@ -164,7 +165,7 @@ class AsyncPoolClient:
         outside = outside or AioOutside(FilePath(state_file), layout, path, client_name)
         self._driver = AioDriver(outside.now_s)
         self._ranks = Ranks(outside, layout, client_name)
-        self._calls = Calls(Setting(self._ranks, self._driver), layout)
+        self._calls = Calls(Setting(self._ranks, self._driver, namespace=namespace), layout)
         tell_of_forks(self)
 
     def _in_child(self) -> None:

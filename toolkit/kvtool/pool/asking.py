@@ -74,6 +74,7 @@ class Setting:
     driver: Driver
     hedges: Hedges = field(default_factory=Hedges)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         self.now_s = self.ranks.now_s

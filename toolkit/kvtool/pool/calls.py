@@ -254,10 +254,21 @@ class Calls:
         cancel: Cancelling | None = None,
     ) -> list[PutResult]:
         deadline_s = self._now_s() + budget_s
+        blocks = self._as_often_as_wanted(blocks)
         putting = Putting(self._ranks, self._driver, self.layout, blocks, deadline_s, at, cancel)
         results = await putting.run()
         self.counting.put(results, [block.size for block in blocks], Path.SHM)
         return results
+
+    def _as_often_as_wanted(self, blocks: Sequence[Put]) -> Sequence[Put]:
+        """Blocks that do not say how often they are wanted have what the pool says of the client's namespace."""
+        copies = self._ranks.namespaces.get(self.setting.namespace)
+        if copies is None:
+            return blocks
+        return [
+            block if block.retention.copies else replace(block, retention=replace(block.retention, copies=copies))
+            for block in blocks
+        ]
 
     async def drop(self, keys: Sequence[BlockKey], budget_s: float) -> int:
         return await self._forget(Op.DROP, keys, budget_s)

@@ -42,6 +42,8 @@ class PoolClient(Verbs):
     `path`: "shm", "ucx", "socket", or "auto" (the first of them that can be had). No pool running yet is no error.
     `outside` replaces the machine's clock and network (see `outside`); `state_file` and `path` then mean nothing.
 
+    `namespace`: of the blocks that are put; the pool may have a number of copies for it.
+
     `at`, in every call that has it: ask that rank (number or identity) and no other, whoever the owners are.
 
     A child process that was forked has its own connection from its first call on. After `close` all reads are misses
@@ -59,18 +61,20 @@ class PoolClient(Verbs):
         path: str = "auto",
         client_name: str = "client",
         outside: Outside | None = None,
+        namespace: str = "",
     ) -> None:
         if path not in PATHS:
             raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
         self.layout = layout
         self._outside = outside or Outside(FilePath(state_file), layout, path, client_name)
-        self._name, self._closed = client_name, False
+        self._name, self._namespace, self._closed = client_name, namespace, False
         self._join(Ranks(self._outside, layout, client_name))
         tell_of_forks(self)
 
     def _join(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._calls = Calls(Setting(ranks, Direct(self._outside.now_s)), self.layout)
+        setting = Setting(ranks, Direct(self._outside.now_s), namespace=self._namespace)
+        self._calls = Calls(setting, self.layout)
 
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5, *, at: int | str | None = None) -> int:
         return complete(self._calls.match(keys, budget_s, at))

@@ -41,7 +41,9 @@ class PoolConfig:
     lease_term_s: float = 10.0
     reserve_term_s: float = 10.0
     copies: int = 1
-    """How many ranks hold a block whose put does not say."""
+    """How many ranks hold a block whose put does not say. The first of them answers the put; the others follow."""
+    namespaces: dict[str, int] = field(default_factory=dict)
+    """The same for blocks of clients that name their namespace."""
     copy_rate: float = 2.0**30
     """Bytes a second that a rank may spend on copies to others."""
     ucx: bool | None = None
@@ -67,8 +69,9 @@ class PoolConfig:
                 f"pool.file_size: {show_size(self.file_size)} has no room for one block of "
                 f"{show_size(self.layout.block_size)}; raise it, or switch files off with 0"
             )
-        if not 1 <= self.copies <= COPIES_MAX:
-            raise SpecRefused(f"pool.copies: wanted 1 to {COPIES_MAX}, found {self.copies}")
+        for setting, copies in (("copies", self.copies), *((f"namespaces.{n}", c) for n, c in self.namespaces.items())):
+            if not 1 <= copies <= COPIES_MAX:
+                raise SpecRefused(f"pool.{setting}: wanted 1 to {COPIES_MAX} copies, found {copies}")
         if self.copy_rate <= 0:
             raise SpecRefused(f"pool.copy_rate: wanted more than 0 bytes/s, found {self.copy_rate}")
         check_name(self.name)
@@ -110,6 +113,7 @@ class RankConfig:
     ucx: bool
     host: str
     copies: int = 1
+    namespaces: dict[str, int] = field(default_factory=dict)
     copy_rate: float = 2.0**30
     log_level: str = field(default="INFO")
 

@@ -113,7 +113,8 @@ class Rank:
             self.config.lease_term_s,
             ranks,
             self.config.base,
-            self.config.copies,
+            max([self.config.copies, *self.config.namespaces.values()]),
+            self.config.namespaces,
         )
         self.members = Membership(self.rank, state, Path(self.config.state_file), self._meeting.watch)
         self.members.on_retire = lambda why: self._stop(0, None)

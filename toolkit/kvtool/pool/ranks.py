@@ -44,6 +44,7 @@ class Ranks:
         self._placement = Placement(0, [])
         self.hints = Hints()
         self.term_s, self.copies = 10.0, 1
+        self.namespaces: dict[str, int] = {}
         self._looked_s = -LOOK_S
         self._stale = True
         if not eager:
@@ -159,7 +160,7 @@ class Ranks:
             kept[rank.rank] = self._outside.access(rank, bytes.fromhex(state.key), self.door, self.saw_epoch)
         gone = [access for rank, access in self._accesses.items() if kept.get(rank) is not access]
         self._accesses = kept
-        self.term_s, self.copies = state.lease_term_s, max(1, state.copies)
+        self.term_s, self.copies, self.namespaces = state.lease_term_s, max(1, state.copies), state.namespaces
         self._placement = state.placement()
         for access in gone:
             access.close()

@@ -66,7 +66,9 @@ class PoolState:
     ranks: list[RankState] = field(default_factory=list)
     base: int = 0
     copies: int = 1
-    """How many ranks hold each block, and may be asked for it."""
+    """How many ranks hold each block at most, and may be asked for it."""
+    namespaces: dict[str, int] = field(default_factory=dict)
+    """How many hold the blocks of a client that names its namespace; the others have the pool's own number."""
 
     def placement(self) -> Placement:
         """Who owns which key: the ranks that serve, by their weights now and before they began to come or leave."""

@@ -38,7 +38,7 @@ def open_prefill(
 
     options = options or PrefillOptions()
     engine = load_engine(engine_dir, threads=options.threads, blocks=options.kv_blocks)
-    pool = _pool(pool_state, engine, options.pool, name)
+    pool = _pool(pool_state, engine, options.pool, name, namespace)
     return PrefillWorker(engine, pool, namespace, options, close_pool=True)
 
 
@@ -63,13 +63,13 @@ def open_decode(
     engine = load_engine(
         engine_dir, threads=options.threads, blocks=options.kv_blocks, prompt_threads=options.prompt_threads
     )
-    pool = _pool(pool_state, engine, options.pool, name)
+    pool = _pool(pool_state, engine, options.pool, name, namespace)
     return DecodeWorker(engine, Tokenizer(engine_dir), pool, namespace, options, close_pool=True)
 
 
-def _pool(state: Path | None, engine: Engine, options: PoolOptions, name: str) -> Pool | None:
+def _pool(state: Path | None, engine: Engine, options: PoolOptions, name: str, namespace: str) -> Pool | None:
     if state is None:
         return None
     from kvtool.pool.client import PoolClient
 
-    return PoolClient(state, engine.layout, path=options.path, client_name=name)
+    return PoolClient(state, engine.layout, path=options.path, client_name=name, namespace=namespace)

@@ -136,6 +136,7 @@ class PoolKeeper:
             write=pool.write,
             flush_s=pool.flush,
             lease_term_s=pool.lease_term,
+            copies=pool.copies,
             ucx=pool.path != "shm",
             name=self._spec.name,
             start_timeout_s=self._spec.supervise.start_timeout,
