@@ -26,6 +26,8 @@ from kvtool.transfer.segment import SHM
 ANSWER_S = 2.0
 TURN_S = 30.0
 ENDED_S = 60.0
+KNOWN_S = 1.0
+"""Between draining and leaving: clients that are at work learn meanwhile that nothing goes there any more."""
 _POLL_S = 0.05
 
 
@@ -66,6 +68,7 @@ def drain(
         _tell(state, one, {})
     done = [_settled(state, one, until_s, progress) for one in going]
     if leave:
+        time.sleep(KNOWN_S)
         with turn(run_dir, TURN_S):
             want(run_dir, [rank for rank in wanted(run_dir) if rank not in ranks])
         for one in going:

@@ -76,7 +76,7 @@ class PoolKeeper:
             "ranks": self._spec.pool.ranks,
             "ranks_alive": len(self._alive),
             "pids": list(self._alive),
-            "restarts": self._restarts,
+            "restarts": self._restarts + self._ranks_started(),
             "last_error": self._last_error,
             "state_file": str(self.state_file),
         }
@@ -114,6 +114,12 @@ class PoolKeeper:
             self._last_error = str(error)
             log.warning("pool does not start error=%s", error)
         self._on_change()
+
+    def _ranks_started(self) -> int:
+        """By the pool's own keeper."""
+        from kvtool.pool.keeping import keeper_status
+
+        return sum(keeper_status(self._dir).starts.values())
 
     def _look(self) -> None:
         """Which ranks live, from the state file and /proc: no message, about 50 us."""
