@@ -51,6 +51,8 @@ class PoolConfig:
     host: str = "127.0.0.1"
     name: str = "pool"
     start_timeout_s: float = 60.0
+    lost_s: float = 10.0
+    """How long another host may be out of reach before the keys of its ranks get owners on this side."""
     heal: bool = True
     """Leave a keeper behind, which starts ranks again that died."""
     log_level: str = "INFO"
@@ -83,7 +85,7 @@ class PoolConfig:
             raise SpecRefused(f"pool.flush_s: wanted 0 s or more, found {self.flush_s}")
         if not 0 <= self.scrub_rate < float("inf"):
             raise SpecRefused(f"pool.scrub_rate: wanted 0 bytes/s or more, found {self.scrub_rate}")
-        for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s"):
+        for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s", "lost_s"):
             if getattr(self, setting) <= 0:
                 raise SpecRefused(f"pool.{setting}: wanted more than 0 s, found {getattr(self, setting)}")
         if self.host not in ("127.0.0.1", "::1", "localhost"):
@@ -115,6 +117,7 @@ class RankConfig:
     copies: int = 1
     namespaces: dict[str, int] = field(default_factory=dict)
     copy_rate: float = 2.0**30
+    lost_s: float = 10.0
     log_level: str = field(default="INFO")
 
     def as_dict(self) -> dict[str, Any]:

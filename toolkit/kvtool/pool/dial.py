@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, Unavailable
 from kvtool.pool.handshake import Knock, Session, shake
 from kvtool.pool.loop import short_path
 from kvtool.pool.state import RankState
@@ -82,7 +82,10 @@ class Dialler:
                 sock.connect(peer.tcp)
             session = None
             if introduce:
-                _, session, _ = shake(sock, Knock(self._key, self._hello(), peer.identity), deadline_s)
+                try:
+                    _, session, _ = shake(sock, Knock(self._key, self._hello(), peer.identity), deadline_s)
+                except OSError as error:  # its host answers, so it is not out of reach
+                    raise Unavailable(f"it takes the call and does not shake hands: {error}") from None
         except BaseException:
             sock.close()
             raise

@@ -273,6 +273,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         reserve_term_s=config.reserve_term_s,
         ucx=ucx,
         host=config.host,
+        lost_s=config.lost_s,
         copies=config.copies,
         namespaces=config.namespaces,
         copy_rate=config.copy_rate,

@@ -13,13 +13,14 @@ find each other by it.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.errors import KvtoolError, ProtocolError
-from kvtool.kv.membership import Changed, Hung, Members, Ping, Publish, Retire, Seek, SendView
+from kvtool.kv.membership import Changed, Hung, Members, Ping, Publish, Retire, Seek, SendView, Timing
 from kvtool.kv.view import Entry, Status
 from kvtool.pool import wire
 from kvtool.pool.dial import Dialled, Dialler
@@ -56,13 +57,15 @@ class Membership:
         state_file: Path,
         watch: MpiWatch | None,
         now_s: Callable[[], float] = time.monotonic,
+        lost_s: float = Timing.lost_s,
     ) -> None:
         mine = next(one for one in state.ranks if one.rank == rank)
         self.rank, self.state = rank, state
         self._pool = mine.identity.rpartition("/")[0]
         self._file, self._watch, self._now_s = state_file, watch, now_s
         self._host = mine.host
-        self.rules = Members(mine.identity, [entry_of(one) for one in state.ranks], state.base, now_s())
+        timing = Timing(lost_s=lost_s, revive_s=min(Timing.revive_s, lost_s))
+        self.rules = Members(mine.identity, [entry_of(one) for one in state.ranks], state.base, now_s(), timing)
         self._peers: dict[str, _Peer] = {}
         self._stamp: tuple[int, int] | None = None
         self._polled_s = self._looked_s = now_s()
@@ -337,6 +340,9 @@ class Membership:
         peer = self._peers.setdefault(identity, _Peer())
         if peer.link is not None:  # whoever holds its other end shall notice, and dial again if it still needs one
             self._drop(peer, "replaced by a newer link")
+        if link.sock.family != socket.AF_UNIX:  # a cut ends the link; a hung rank's host acknowledges, and does not
+            timeout_ms = int(self.rules.timing.lost_s * 500)
+            link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         link.peer_rank, peer.link, peer.record = self._number(identity), link, record
         self.rules.linked(identity, self._now_s())
 

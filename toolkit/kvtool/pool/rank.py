@@ -116,7 +116,9 @@ class Rank:
             max([self.config.copies, *self.config.namespaces.values()]),
             self.config.namespaces,
         )
-        self.members = Membership(self.rank, state, Path(self.config.state_file), self._meeting.watch)
+        self.members = Membership(
+            self.rank, state, Path(self.config.state_file), self._meeting.watch, lost_s=self.config.lost_s
+        )
         self.members.on_retire = lambda why: self._stop(0, None)
         self.service = Service(
             self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report, self.loop.post
