@@ -31,6 +31,7 @@ from kvtool.pool.calls import Calls
 from kvtool.pool.client import PATHS, tell_of_forks
 from kvtool.pool.driver import Asked
 from kvtool.pool.memory import SlotMemory
+from kvtool.pool.moving import transfer
 from kvtool.pool.outside import Outside
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import PoolRead
@@ -238,6 +239,34 @@ class AsyncPoolClient:
 
     async def delete(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> int:
         return await self._calls.delete(keys, budget_s)
+
+    async def transfer_with_insert(
+        self,
+        keys: Sequence[BlockKey],
+        to: int | str,
+        budget_s: float = 5.0,
+        *,
+        origin: int | str | None = None,
+        parent: BlockKey | None = None,
+        retention: Retention = DEFAULT,
+        cancel: Cancelling | None = None,
+    ) -> list[PutResult]:
+        """As `PoolClient.transfer_with_insert`."""
+        return await transfer(self._calls, keys, to, origin, budget_s, None, parent, retention, cancel)
+
+    async def transfer(
+        self,
+        keys: Sequence[BlockKey],
+        to: int | str,
+        budget_s: float = 5.0,
+        *,
+        keep_s: float = 60.0,
+        origin: int | str | None = None,
+        parent: BlockKey | None = None,
+        cancel: Cancelling | None = None,
+    ) -> list[PutResult]:
+        """As `PoolClient.transfer`."""
+        return await transfer(self._calls, keys, to, origin, budget_s, keep_s, parent, DEFAULT, cancel)
 
     async def alive(self) -> bool:
         return await self._calls.alive()

@@ -23,11 +23,13 @@ from typing import Any, Protocol
 from kvtool.errors import SpecRefused
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.retention import DEFAULT, Retention
 from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, PoolCounts, Put, PutResult
 from kvtool.pool.buffers import rooms_of
 from kvtool.pool.calls import Calls
 from kvtool.pool.driver import Direct, complete
+from kvtool.pool.moving import transfer
 from kvtool.pool.outside import Outside
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import PoolRead
@@ -120,6 +122,36 @@ class PoolClient(Verbs):
 
     def delete(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> int:
         return complete(self._calls.delete(keys, budget_s))
+
+    def transfer_with_insert(
+        self,
+        keys: Sequence[BlockKey],
+        to: int | str,
+        budget_s: float = 5.0,
+        *,
+        origin: int | str | None = None,
+        parent: BlockKey | None = None,
+        retention: Retention = DEFAULT,
+        cancel: Cancelling | None = None,
+    ) -> list[PutResult]:
+        """Copy blocks to the rank `to` (number or identity) and index them there, in one call; from `origin`, or from
+        whoever owns them. What breaks it off at any step leaves whole blocks there, the first so many, and nothing
+        else. They are found there by `at=to`, and by everybody when `to` is one of their owners."""
+        return complete(transfer(self._calls, keys, to, origin, budget_s, None, parent, retention, cancel))
+
+    def transfer(
+        self,
+        keys: Sequence[BlockKey],
+        to: int | str,
+        budget_s: float = 5.0,
+        *,
+        keep_s: float = 60.0,
+        origin: int | str | None = None,
+        parent: BlockKey | None = None,
+        cancel: Cancelling | None = None,
+    ) -> list[PutResult]:
+        """As `transfer_with_insert`, for whoever reads them there soon: forgotten after `keep_s`."""
+        return complete(transfer(self._calls, keys, to, origin, budget_s, keep_s, parent, DEFAULT, cancel))
 
     def alive(self) -> bool:
         return complete(self._calls.alive())
