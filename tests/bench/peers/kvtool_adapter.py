@@ -1,0 +1,164 @@
+"""kvtool behind kvbench's interface: a pool of one rank, and a client of it. `run.py` adds this file to kvbench.
+
+variant: auto (mapped memory, copied and checked), view (in place under a lease), ucx, socket.
+A sequence's keys are made from its token ids as an engine makes them, once, when the sequence is first seen, inside the
+time that is measured, and kept with the sequence.
+
+In place there is nothing in the caller's buffer for kvbench to check, so the view variant copies the first and last
+bytes of each block there, and every sixteenth call (those that kvbench checks byte by byte) the whole block.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+from ..iface import Client as Base
+from ..iface import PeerError
+from ..iface import Server as BaseServer
+
+BLOCK_TOKENS = 16
+LAYER_SIZE = 2 * 8 * 128 * BLOCK_TOKENS * 2  # bytes a layer: 8 KV heads of 128 dims in bfloat16
+MARK = 16
+
+
+def fields(block):
+    """A layout whose block has `block` bytes."""
+    return {"layers": block // LAYER_SIZE, "kv_heads": 8, "head_dim": 128, "block_tokens": BLOCK_TOKENS}
+
+
+class Server(BaseServer):
+    name = "kvtool"
+    has_ssd = True
+
+    def start(self):
+        cfg = self.cfg
+        self.pool_dir = os.path.join(self.run_dir, "pool")
+        layout = ",".join(f"{name}={value}" for name, value in fields(cfg["block"]).items())
+        command = [cfg["python"], "-m", "kvtool", "pool", "up", "--run-dir", self.pool_dir, "--layout", layout]
+        command += ["--ranks", "1", "--dram-size", str(cfg["dram"])]
+        if cfg.get("ssd_dir"):
+            command += ["--file-size", str(cfg.get("file_size", 4 << 30)), "--file-dir", cfg["ssd_dir"]]
+        else:
+            command += ["--file-size", "0"]
+        command += cfg.get("pool_args", [])
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise PeerError(f"kvtool pool up: {done.stdout[-500:]} {done.stderr[-500:]}")
+        with open(os.path.join(self.pool_dir, "pool.json")) as file:
+            state = json.load(file)
+        self.shm_prefix = state["prefix"]
+        self.rank_pids = [rank["pid"] for rank in state["ranks"]]
+
+    def client_cfg(self):
+        here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        return {
+            "state_file": os.path.join(self.pool_dir, "pool.json"),
+            "layout": fields(self.cfg["block"]),
+            "env": {"PYTHONPATH": os.pathsep.join([here, *python_path()])},
+        }
+
+    def pids(self):
+        """The ranks, what launched them and what keeps them."""
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    with open(f"/proc/{name}/cmdline", "rb") as file:
+                        words = file.read()
+                except OSError:
+                    continue
+                if self.pool_dir.encode() in words and int(name) != os.getpid():
+                    found.append(int(name))
+        return sorted({*found, *(pid for pid in self.rank_pids if os.path.exists(f"/proc/{pid}"))})
+
+    def kill9(self, which=None):
+        for pid in self.pids():
+            try:
+                os.kill(pid, 9)
+            except OSError:
+                pass
+        for pid in self.pids():
+            until = time.time() + 5
+            while os.path.exists(f"/proc/{pid}") and time.time() < until:
+                time.sleep(0.01)
+
+    def stop(self, sig=15, grace=8):
+        command = [self.cfg["python"], "-m", "kvtool", "pool", "down", "--run-dir", self.pool_dir]
+        subprocess.run(command, env=environment(), capture_output=True, timeout=60)
+
+
+def python_path():
+    return [os.environ["KVTOOL_PATH"]] if os.environ.get("KVTOOL_PATH") else []
+
+
+def environment():
+    return dict(os.environ, PYTHONPATH=os.pathsep.join(python_path()))
+
+
+class Client(Base):
+    def open(self):
+        from kvtool.kv.block import KeySeed, chain_key
+        from kvtool.kv.layout import KVLayout
+        from kvtool.pool.base import Outcome, Put
+        from kvtool.pool.client import PoolClient
+
+        layout = KVLayout(**self.cfg["layout"])
+        variant = self.cfg.get("variant", "auto")
+        path = variant if variant in ("ucx", "socket") else "auto"
+        self.pool = PoolClient(self.cfg["state_file"], layout, path=path, client_name="kvbench")
+        self.seed = KeySeed("kvbench", "model", layout.fingerprint).digest()
+        self.chain_key, self.put_type, self.outcome = chain_key, Put, Outcome
+        self.in_place = variant == "view"
+        self.sequences = {}
+        self.batches = 0
+        self.mode = variant
+
+    def keys(self, seq, start, count):
+        keys = self.sequences.setdefault(seq, [])
+        while len(keys) < start + count:
+            first = len(keys) * BLOCK_TOKENS
+            parent = keys[-1] if keys else self.seed
+            tokens = b"".join((seq % 2**31 + at).to_bytes(4, "little") for at in range(first, first + BLOCK_TOKENS))
+            keys.append(self.chain_key(parent, tokens + seq.to_bytes(8, "little"), BLOCK_TOKENS))
+        return keys[start : start + count]
+
+    def put(self, seq, start, count, src):
+        block, puts = self.block, []
+        parent = self.keys(seq, start - 1, 1)[0] if start else None
+        for at, key in enumerate(self.keys(seq, start, count)):
+            puts.append(self.put_type(key, block, None, parent, data=src[at * block : (at + 1) * block]))
+            parent = key
+        results = self.pool.write(puts, budget_s=5.0)
+        self.new_blocks = sum(result.outcome is self.outcome.STORED for result in results)
+        bad = [r for r in results if r.outcome not in (self.outcome.STORED, self.outcome.DUPLICATE)]
+        if bad:
+            raise PeerError(f"{len(bad)} of {count}: {bad[0].outcome.value}, {bad[0].reason}")
+        if self.new_blocks < count:
+            self.new_blocks = count  # a duplicate is there already: nothing was lost
+
+    def get(self, seq, count, dst):
+        block, keys = self.block, self.keys(seq, 0, count)
+        if not self.in_place:
+            return self.pool.get_into(keys, [dst[at * block : (at + 1) * block] for at in range(count)]).count
+        whole = self.batches % 16 == 0
+        self.batches += 1
+        with self.pool.read(keys) as read:
+            for at, found in enumerate(read.blocks):
+                to = dst[at * block : (at + 1) * block]
+                if whole:
+                    to[:] = found.data
+                else:
+                    to[:MARK], to[-MARK:] = found.data[:MARK], found.data[-MARK:]
+            return read.whole()
+
+    def exists(self, seq, count):
+        return self.pool.match(self.keys(seq, 0, count))
+
+    def close(self):
+        self.pool.close()
+
+
+if __name__ == "__main__":
+    sys.exit("this file is an adapter of kvbench; start it by scripts/bench-peers")
