@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgpack
 
@@ -128,8 +128,10 @@ def frame(
     return data + seal.mac(data)
 
 
-@dataclass(frozen=True)
-class Message:
+_KINDS = {(op.value, status.value): (op, status) for op in Op for status in Status}
+
+
+class Message(NamedTuple):
     op: Op
     status: Status
     request: int
@@ -163,10 +165,10 @@ class Splitter:
             if end > len(buffer):
                 break
             body_end = end if self.seal is None else self._checked(self.seal, buffer, at, end)
-            try:
-                messages.append(Message(Op(op), Status(status), request, epoch, buffer[at + HEAD.size : body_end]))
-            except ValueError:
-                raise ProtocolError(f"the peer sent op {op} with status {status}, which do not exist") from None
+            kind = _KINDS.get((op, status))
+            if kind is None:
+                raise ProtocolError(f"the peer sent op {op} with status {status}, which do not exist")
+            messages.append(Message(*kind, request, epoch, buffer[at + HEAD.size : body_end]))
             at = end
         self._rest = buffer[at:]
         return messages
