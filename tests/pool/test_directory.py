@@ -67,12 +67,11 @@ def test_what_is_found_is_what_was_placed(seed):
             spot = bench.reader.find(one)
             assert (spot.slot if spot else None) == (bench.at[one] if bench.at.get(one, NOWHERE) >= 0 else None)
         held = [k for k in keys if k in bench.at][: rng.randrange(30)] + asked
-        spots = bench.reader.run(held)
+        spots = bench.reader.look(held)
         count = next((n for n, k in enumerate(held) if k not in bench.at), len(held))
         assert (spots.count, spots.sure) == (count, True)
-        assert spots.slots[: spots.in_dram].tolist() == [bench.at[k] for k in held[: spots.in_dram]]
-        assert spots.in_dram == count or bench.at[held[spots.in_dram]] == IN_FILE
-        assert bench.reader.still_run(spots, spots.in_dram) == spots.in_dram
+        assert spots.in_dram.tolist() == [bench.at.get(k, NOWHERE) >= 0 for k in held]
+        assert all(slot == bench.at[k] for k, slot, here in zip(held, spots.slots, spots.in_dram, strict=True) if here)
     assert bench.directory.unlisted == 0
 
 
@@ -81,13 +80,15 @@ def test_slot_that_is_given_away_is_seen_in_the_second_look():
     keys = [key_of(n) for n in range(10)]
     for slot, key in enumerate(keys):
         bench.put(key, slot, transient=slot == 0)
-    spot, spots = bench.reader.find(keys[4]), bench.reader.run(keys)
+    spot, spots = bench.reader.find(keys[4]), bench.reader.look(keys)
     assert spot.facts == (5, SIZE, 35) and not spot.transient and bench.reader.find(keys[0]).transient
-    assert bench.reader.still(spot) and bench.reader.still_run(spots, 10) == 10
+    assert spots.in_dram.all() and spots.transient.tolist() == [True] + [False] * 9
+    assert bench.reader.still(spot) and all(bench.reader.same(slot, spots.rows[slot]) for slot in range(10))
     bench.memory.stamp(Stamp(4, 99))
-    assert not bench.reader.still(spot) and bench.reader.still_run(spots, 10) == 4
+    assert not bench.reader.still(spot)
+    assert [bench.reader.same(slot, spots.rows[slot]) for slot in range(10)].index(False) == 4
     assert bench.reader.find(keys[4]) is None, "its header names nobody"
-    again = bench.reader.run(keys)
+    again = bench.reader.look(keys)
     assert (again.count, again.sure) == (4, False), "listed, and not there: the rank must be asked"
 
 
@@ -96,12 +97,12 @@ def test_keys_that_collide_are_counted_and_absence_is_not_sure_any_more():
     keys = [key_of(n) for n in range(600)]
     for n, key in enumerate(keys):
         bench.put(key, IN_FILE if n >= SLOTS else n)
-    missing = [key for key in keys if not bench.reader.run([key]).count]
+    missing = [key for key in keys if not bench.reader.look([key]).count]
     assert len(missing) == bench.directory.unlisted > 0
-    assert not bench.reader.run([missing[0]]).sure and not bench.reader.run([key_of(-1 % 2**31)]).sure
+    assert not bench.reader.look([missing[0]]).sure and not bench.reader.look([key_of(-1 % 2**31)]).sure
     for key in keys:
         bench.put(key, NOWHERE)
-    assert bench.directory.unlisted == 0 and bench.reader.run([missing[0]]).sure
+    assert bench.directory.unlisted == 0 and bench.reader.look([missing[0]]).sure
     assert not bench.reader._table.any(), "words are left behind"
 
 

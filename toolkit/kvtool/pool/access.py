@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,10 @@ from kvtool.pool.breaker import Breaker
 from kvtool.pool.lane import Lanes
 from kvtool.pool.link import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
+from kvtool.pool.nearby import Nearby, nearby
 from kvtool.pool.pace import Answers
 from kvtool.pool.state import RankState
-from kvtool.pool.wire import Op, pack_aborts
+from kvtool.pool.wire import Op, pack_aborts, pack_touches
 from kvtool.transfer import nixl
 from kvtool.transfer.segment import Segment
 from kvtool.transfer.staging import Staging
@@ -41,7 +42,7 @@ UCX_SETTLE_S = 2.0
 STAGING_SIZE = 128 * 2**20
 STAGING_BLOCKS_MIN = 16
 PREFAULT_MAX = 2**30
-"""Larger segments are mapped page by page as they are used: the first call has a budget too."""
+"""Larger segments are faulted in aside: the first call has a budget too."""
 
 
 class UcxDoor:
@@ -144,6 +145,8 @@ class Access:
         """Of the UCX path to the rank, and of its file tier."""
         self.memory: SlotMemory | None = None
         """Mapped for reading."""
+        self.nearby: Nearby | None = None
+        """The rank's directory, where its memory is mapped."""
         self.peer = f"{state.identity}:{state.pid}:{state.started}"
         self._layout, self._wanted, self._door = layout, path, door
         self.lanes = Lanes(lambda deadline_s: link.lane(deadline_s))
@@ -210,7 +213,12 @@ class Access:
     def _open_shm(self) -> None:
         self.memory = self.map_memory(writable=False)
         if self.memory is not None:
+            region = self.memory.view[SlotMemory.size(self.state.slots, self._layout.block_size) :]
+            self.nearby = nearby(self.memory, region, self.state.incarnation, self._now_s, self._tell_uses)
             self.path = Path.SHM
+
+    def _tell_uses(self, uses: Sequence[tuple[int, int]]) -> None:
+        self.link.tell(Op.TOUCH, pack_touches(uses))
 
     def map_memory(self, writable: bool) -> SlotMemory | None:
         """The rank's slots as memory of this process; None when it cannot be had."""
@@ -221,6 +229,8 @@ class Access:
             log.warning("no shared memory of rank %d writable=%s why=%r", self.state.rank, writable, str(error))
             return None
         self._segments.append(segment)
+        if size > PREFAULT_MAX:
+            segment.prefault_aside()
         return SlotMemory(segment.view, self.state.slots, self._layout.block_size)
 
     def _open_ucx(self, deadline_s: float, introduced: bool) -> Path | None:
@@ -241,9 +251,11 @@ class Access:
         return slot_offset(slot, self.state.slots, self._layout.block_size)
 
     def close(self) -> None:
+        if self.nearby is not None:
+            self.nearby.flush()
         self.link.close()
         self.lanes.close()
-        self.memory = self._writable = None
+        self.memory = self._writable = self.nearby = None
         for segment in self._segments:
             segment.close()
         if self.path is Path.UCX:

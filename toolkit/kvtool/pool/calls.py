@@ -6,6 +6,7 @@ term at the pace seen lately. Between the parts it looks at its budget and at th
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from dataclasses import replace
 from kvtool.errors import KvtoolError, ProtocolError
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.retention import DEFAULT
 from kvtool.pool import wire
 from kvtool.pool.access import Access
 from kvtool.pool.asking import Asking, Part, Question, Setting
@@ -21,6 +23,7 @@ from kvtool.pool.base import (
     Cancelling,
     GetResult,
     Got,
+    Outcome,
     Path,
     PoolCounts,
     Put,
@@ -30,6 +33,7 @@ from kvtool.pool.base import (
 )
 from kvtool.pool.buffers import Room
 from kvtool.pool.fetching import Fetching
+from kvtool.pool.nearby import Nearby
 from kvtool.pool.pace import Pace
 from kvtool.pool.putting import ANSWER_SHARE, Putting
 from kvtool.pool.ranks import Route, Share
@@ -78,7 +82,7 @@ class Calls:
             some = keys[start : start + wire.BATCH_MAX]
             route = Route(self._ranks, some, at)
             asking = Asking(self.setting, some, _HAS, route, deadline_s, deadline_s, leading=False)
-            await asking.run(route.first())
+            await asking.run(self._had_here(asking, route, some))
             there += [position not in asking.missing for position in range(len(some))]
         return there
 
@@ -99,16 +103,57 @@ class Calls:
                     asking.end(left, "absent")
         return shares
 
+    def _had_here(self, asking: Asking, route: Route, keys: Sequence[BlockKey]) -> list[Share]:
+        """As `_matched_here`, each key on its own."""
+        shares: list[Share] = []
+        for access, positions in route.first():
+            near = None if access is None else self._near(access)
+            flags = None if near is None else near.has([keys[position] for position in positions])
+            if flags is None:
+                shares.append((access, positions))
+                continue
+            left = [position for position, there in zip(positions, flags, strict=True) if not there]
+            others = route.next(left) if left else []
+            shares += others
+            if not others:
+                asking.end(left, "absent")
+        return shares
+
     def _match_local(self, access: Access, keys: Sequence[BlockKey]) -> int | None:
         """How many leading `keys` this rank's memory shows to be there, without a message; None: it must be asked."""
-        return None
+        near = self._near(access)
+        return None if near is None else near.match(keys)
 
     def _get_local(
         self, access: Access, keys: Sequence[BlockKey], rooms: Sequence[Room], leading: bool
     ) -> Sequence[Got | None]:
         """Blocks copied and checked without a message, None for those that must be asked for; may be shorter than
         `keys`."""
-        return ()
+        near = self._near(access)
+        return () if near is None else near.get(keys, rooms, leading)
+
+    def _near(self, access: Access) -> Nearby | None:
+        """The directory of a rank whose memory is mapped, unless it is known to be gone or hung. It tells the epoch too,
+        as an answer would."""
+        near = access.nearby
+        if near is None or not access.link.connected or not access.link.usable:
+            return None
+        self._ranks.saw_epoch(near.epoch)
+        return near
+
+    def _held_here(self, blocks: Sequence[Put], at: int | str | None) -> set[int]:
+        """Positions of plain puts whose blocks are there already, as the directories of their ranks show."""
+        plain = [n for n, block in enumerate(blocks) if block.transient_s is None and block.retention is DEFAULT]
+        held: set[int] = set()
+        if not plain or self._ranks.copies > 1:
+            return held
+        for access, mine in Route(self._ranks, [blocks[n].key for n in plain], at, reading=False).first():
+            near = None if access is None else self._near(access)
+            if near is not None:
+                positions = [plain[n] for n in mine]
+                flags = near.holds([blocks[n].key for n in positions])
+                held.update(n for n, there in zip(positions, flags, strict=True) if there)
+        return held
 
     # Reading
 
@@ -181,7 +226,10 @@ class Calls:
         found: list[Got | None] = [None] * len(some)
         route = Route(self._ranks, mine, at)
         asking = self._lookup(mine, deadline_s, route, leading, cancel)
-        await asking.run(self._got_here(route.first(), mine, theirs, found, leading))
+        shares = route.first()
+        if cancel is None or not cancel.is_set():
+            shares = await self._got_here(shares, mine, theirs, found, leading)
+        await asking.run(shares)
         await Fetching(self.setting, asking, self.pace, deadline_s).copy(theirs, found)
         missing: dict[int, str] = {}
         for index, (position, one) in enumerate(zip(some, found, strict=True)):
@@ -193,7 +241,7 @@ class Calls:
                 missing[position] = asking.missing.get(index, "absent")
         return missing
 
-    def _got_here(
+    async def _got_here(
         self,
         shares: Sequence[Share],
         keys: Sequence[BlockKey],
@@ -206,8 +254,11 @@ class Calls:
         for access, positions in shares:
             local: Sequence[Got | None] = ()
             if access is not None:
-                mine = [keys[position] for position in positions]
-                local = self._get_local(access, mine, [rooms[position] for position in positions], leading)
+                mine, theirs = keys, rooms
+                if len(positions) < len(keys):
+                    mine, theirs = [keys[n] for n in positions], [rooms[n] for n in positions]
+                job = functools.partial(self._get_local, access, mine, theirs, leading)
+                local = await self._driver.work(len(mine) * self.layout.block_size, job)
             for position, one in zip(positions, local, strict=False):
                 found[position] = one
             rest = [position for position in positions if found[position] is None] if local else positions
@@ -255,8 +306,14 @@ class Calls:
     ) -> list[PutResult]:
         deadline_s = self._now_s() + budget_s
         blocks = self._as_often_as_wanted(blocks)
-        putting = Putting(self._ranks, self._driver, self.layout, blocks, deadline_s, at, cancel)
-        results = await putting.run()
+        held = self._held_here(blocks, at)
+        left = [block for n, block in enumerate(blocks) if n not in held] if held else blocks
+        results: list[PutResult] = []
+        if left:
+            results = await Putting(self._ranks, self._driver, self.layout, left, deadline_s, at, cancel).run()
+        if held:
+            others = iter(results)
+            results = [_HELD if n in held else next(others) for n in range(len(blocks))]
         self.counting.put(results, [block.size for block in blocks], Path.SHM)
         return results
 
@@ -379,4 +436,5 @@ def _sane(part: Part, found: Found, count: int) -> None:
         part.access.files.good()
 
 
+_HELD = PutResult(Outcome.DUPLICATE)
 _MATCH, _HAS = Question(Op.MATCH, _keys, _take_count), Question(Op.HAS, _keys, _take_flags)

@@ -6,7 +6,8 @@ are really there, and the block's checksum says whether they are whole.
 
     [words of the head, one page][bucket 0][bucket 1]...     behind the slots; 8 words a bucket, one cache line
 
-    head    magic, buckets, incarnation of the rank, heartbeat (ns on the node's monotonic clock), blocks not listed
+    head    magic, buckets, incarnation of the rank, heartbeat (ns on the node's monotonic clock), blocks not listed,
+            epoch of the pool, 1 where a put of what is there must ask the rank all the same
     word    fingerprint 32 bits, filed 1, transient 1, slot + 1 in 30 (0: in no slot, only in a file); 0: nothing
 
 A key has two buckets and stands in either. Nothing is ever moved to make room, so a reader never misses a block that is
@@ -42,15 +43,22 @@ TRUST_S = 1.0
 MAGIC = 0x4B565F4449520001  # "KV_DIR", version 1
 WAYS = 8
 LOAD_MAX = 0.6
-_MAGIC_AT, _BUCKETS_AT, _INCARNATION_AT, _BEAT_AT, _UNLISTED_AT = range(5)
+_MAGIC_AT, _BUCKETS_AT, _INCARNATION_AT, _BEAT_AT, _UNLISTED_AT, _EPOCH_AT, _ASK_AT = range(7)
 _HEAD_WORDS = PAGE // 8
 _SLOT_MASK, _TRANSIENT, _FILED = 2**30 - 1, 1 << 30, 1 << 31
 _MASK = 2**64 - 1
-_MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
-_LAST = 0xFF51AFD7ED558CCD
-_MIX_ROW = np.array(_MIX, dtype=np.uint64)
-_32, _LAST_WORD, _LOW, _SLOT_WORD = np.uint64(32), np.uint64(_LAST), np.uint64(2**32 - 1), np.uint64(_SLOT_MASK)
-_WAYS_COLUMN = np.arange(WAYS, dtype=np.int64)
+_MIX = (
+    (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    (0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD, 0xA0761D6478BD642F),
+    (0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965CC75374CC3),
+    (0x1D8E4E27C47D124F, 0xEB44ACCAB455D165, 0x9FB21C651E98DF25),
+)
+"""Odd factors of the key's four words, for the fingerprint and each bucket: keys are hashes themselves, and need no
+more than to be folded."""
+_MIX_PRINT = np.array(_MIX, dtype=np.uint64)[:, :1].copy()
+_MIX_BUCKETS = np.array(_MIX, dtype=np.uint64)[:, 1:].copy()
+_32, _SLOT_WORD, _FILED_WORD = np.uint64(32), np.uint64(_SLOT_MASK), np.uint64(_FILED)
+_NOTHING, _ALL_FOUR = np.uint64(0), np.uint32(0x01010101)
 _KEY = struct.Struct("<QQQQ")
 
 Words = npt.NDArray[np.uint64]
@@ -59,23 +67,12 @@ Words = npt.NDArray[np.uint64]
 def _places(key: BlockKey, buckets: int) -> tuple[int, int, int]:
     """(fingerprint, first word of each of the two buckets), words counted behind the head."""
     a, b, c, d = _KEY.unpack(key)
-    mixed = (a * _MIX[0] + b * _MIX[1] + c * _MIX[2] + d * _MIX[3]) & _MASK
-    mixed ^= mixed >> 32
-    mixed = (mixed * _LAST) & _MASK
-    second = ((mixed * _MIX[0]) & _MASK) >> 32
-    return mixed >> 32, ((mixed & 0xFFFFFFFF) * buckets >> 32) * WAYS, (second * buckets >> 32) * WAYS
-
-
-def _places_of(keys: Words, buckets: np.uint64) -> tuple[Words, npt.NDArray[np.int64]]:
-    """`_places` of all rows of `keys` at once: fingerprints [n], words of both buckets [n, 2 * WAYS]."""
-    mixed = (keys * _MIX_ROW).sum(axis=1, dtype=np.uint64)
-    mixed ^= mixed >> _32
-    mixed *= _LAST_WORD
-    starts = np.empty((len(keys), 2, 1), dtype=np.uint64)
-    starts[:, 0, 0] = (mixed & _LOW) * buckets >> _32
-    starts[:, 1, 0] = ((mixed * _MIX_ROW[0]) >> _32) * buckets >> _32
-    words = starts.astype(np.int64) * WAYS + _WAYS_COLUMN
-    return mixed >> _32, words.reshape(len(keys), 2 * WAYS)
+    (a0, a1, a2), (b0, b1, b2), (c0, c1, c2), (d0, d1, d2) = _MIX
+    return (
+        ((a * a0 + b * b0 + c * c0 + d * d0) & _MASK) >> 32,
+        (((a * a1 + b * b1 + c * c1 + d * d1) & _MASK) >> 32) * buckets // 2**32 * WAYS,
+        (((a * a2 + b * b2 + c * c2 + d * d2) & _MASK) >> 32) * buckets // 2**32 * WAYS,
+    )
 
 
 def buckets_for(entries: int) -> int:
@@ -105,11 +102,13 @@ def segment_size(slots: int, slot_size: int, file_slots: int) -> int:
 class Directory:
     """The rank's side: the only writer. `view` is the region behind the slots, zeroed."""
 
-    def __init__(self, view: memoryview, entries: int, incarnation: int = 0) -> None:
+    def __init__(self, view: memoryview, entries: int, incarnation: int = 0, ask: bool = False) -> None:
+        """`ask`: a put of a block that is there has still something to do, such as to write it to its file."""
         self._words = view[: directory_size(entries)].cast("Q")
         self._buckets = buckets_for(entries)
         self._unlisted: set[BlockKey] = set()
         self._words[_BUCKETS_AT], self._words[_INCARNATION_AT] = self._buckets, incarnation
+        self._words[_ASK_AT] = ask
         self._words[_MAGIC_AT] = MAGIC
 
     @property
@@ -117,8 +116,9 @@ class Directory:
         """Blocks that are there and not listed."""
         return len(self._unlisted)
 
-    def beat(self, now_s: float) -> None:
-        """The rank is alive at `now_s`. Call at least every `TRUST_S` / 3."""
+    def beat(self, now_s: float, epoch: int = 0) -> None:
+        """The rank is alive at `now_s`, in a pool of this epoch. Call at least every `TRUST_S` / 3."""
+        self._words[_EPOCH_AT] = epoch
         self._words[_BEAT_AT] = int(now_s * 1e9)
 
     def place(self, at: Whereabouts) -> None:
@@ -171,14 +171,26 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Spots:
-    """The leading run of some keys: `count` are resident, the first `in_dram` of them in DRAM slots without a gap,
-    under the headers `rows`. `sure`: the key behind the run is not resident."""
+    """Some keys, as found. `there`: which are resident, the leading `count` of them; `sure`: the one behind those is
+    not, and `all_sure`: none of the others is. Those that are `in_dram` stand in `slots` under the headers `rows`."""
 
+    there: npt.NDArray[np.bool_]
     count: int
-    in_dram: int
     sure: bool
+    unlisted: int
+    in_dram: npt.NDArray[np.bool_]
     slots: npt.NDArray[np.int64]
     rows: Words
+    words: Words
+
+    @property
+    def all_sure(self) -> bool:
+        return not (self.unlisted or self.words[~self.there].any())
+
+    @property
+    def transient(self) -> npt.NDArray[np.bool_]:
+        flags: npt.NDArray[np.bool_] = (self.words & np.uint64(_TRANSIENT)) != 0
+        return flags
 
 
 class DirectoryReader:
@@ -191,8 +203,8 @@ class DirectoryReader:
         """
         self._memory = memory
         self._head = view[:PAGE].cast("Q")
-        buckets = self._head[_BUCKETS_AT]
-        if self._head[_MAGIC_AT] != MAGIC or not 0 < buckets * WAYS * 8 <= len(view) - PAGE:
+        buckets = self._head[_BUCKETS_AT] if len(view) > PAGE else 0
+        if not buckets or self._head[_MAGIC_AT] != MAGIC or not 0 < buckets * WAYS * 8 <= len(view) - PAGE:
             raise ProtocolError("no directory in the rank's memory that this kvtool can read; restart the pool with it")
         if self._head[_INCARNATION_AT] != incarnation:
             raise ProtocolError(
@@ -200,7 +212,15 @@ class DirectoryReader:
             )
         self._buckets, self._factor = buckets, np.uint64(buckets)
         self._words = view[PAGE : PAGE + buckets * WAYS * 8].cast("Q")
-        self._table: Words = np.frombuffer(self._words, dtype=np.uint64)
+        self._table: Words = np.frombuffer(self._words, dtype=np.uint64).reshape(buckets, WAYS)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._head[_EPOCH_AT])
+
+    @property
+    def ask(self) -> bool:
+        return bool(self._head[_ASK_AT])
 
     def trusted(self, now_s: float) -> bool:
         """Whether the rank was alive within the last `TRUST_S`; `now_s` on the node's monotonic clock."""
@@ -222,28 +242,25 @@ class DirectoryReader:
         """Whether nothing was written to its slot since it was found. Ask after the last byte was copied."""
         return self._memory.header_bytes(spot.slot) == spot.header
 
-    def run(self, keys: Sequence[BlockKey]) -> Spots:
-        """The leading run of `keys` that is resident. About 40 us for 256 keys."""
+    def look(self, keys: Sequence[BlockKey]) -> Spots:
+        """Where `keys` are, all at once. About 40 us for 256."""
         rows: Words = np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, KEY_SIZE // 8)
-        fingerprints, places = _places_of(rows, self._factor)
-        words = self._table.take(places, mode="clip")
-        ways = ((words >> _32) == fingerprints[:, None]).argmax(axis=1)
-        word = words[np.arange(len(rows)), ways]
-        slots = (word & _SLOT_WORD).astype(np.int64) - 1
+        fingerprints = (rows @ _MIX_PRINT) >> _32
+        buckets = (((rows @ _MIX_BUCKETS) >> _32) * self._factor) >> _32
+        found = self._table.take(buckets.view(np.int64), axis=0, mode="clip").reshape(-1, 2 * WAYS)
+        same = found.view(np.uint32)[:, 1::2] == fingerprints.astype(np.uint32)
+        at = same.argmax(axis=1) + np.arange(0, same.size, 2 * WAYS)
+        words = found.ravel().take(at) * same.ravel().take(at)
+        slots = (words & _SLOT_WORD).view(np.int64) - 1
         headers = self._memory.headers.take(slots, axis=0, mode="clip")
-        listed = (word >> _32 == fingerprints) & (word != 0)
-        in_dram = listed & (headers[:, : KEY_SIZE // 8] == rows).all(axis=1) & (slots >= 0)
-        resident = in_dram | (listed & (slots < 0))
-        count = _leading(resident)
-        sure = count == len(keys) or (not listed[count] and not self._head[_UNLISTED_AT])
-        return Spots(count, min(count, _leading(in_dram)), bool(sure), slots, headers)
+        in_dram = ((headers[:, : KEY_SIZE // 8] == rows).view(np.uint32).ravel() == _ALL_FOUR) & (slots >= 0)
+        there = in_dram | ((words & _FILED_WORD) != _NOTHING)
+        end = int(there.argmin())
+        count = len(keys) if there[end] else end
+        unlisted = self._head[_UNLISTED_AT]
+        sure = count == len(keys) or not (words[count] or unlisted)
+        return Spots(there, count, bool(sure), unlisted, in_dram, slots, headers, words)
 
-    def still_run(self, spots: Spots, count: int) -> int:
-        """How many of the first `count` blocks are in their slots as they were found: `still`, leading."""
-        same = (self._memory.headers[spots.slots[:count]] == spots.rows[:count]).all(axis=1)
-        return _leading(same)
-
-
-def _leading(flags: npt.NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
+    def same(self, slot: int, row: Words) -> bool:
+        """`still`, for a block of `look`."""
+        return self._memory.header_bytes(slot) == row.tobytes()

@@ -38,6 +38,7 @@ from kvtool.pool.wire import Message, Op, Status
 
 _T = TypeVar("_T")
 RETRY_S = 0.5
+LOOK_S = 0.01
 PROBES_S = (0.5, 8.0)
 """Between the PINGs to a rank that does not answer: the first interval, and the longest."""
 _READ_SIZE = 256 * 1024
@@ -141,6 +142,7 @@ class Link:
         self.breaks = 0
         self.heard_s = -1e9
         self._dialled_s = -RETRY_S
+        self._looked_s = -1e9
         self._closed = False
 
     @property
@@ -148,8 +150,12 @@ class Link:
         """Whether a call is worth a try now: costs no wait."""
         if self._closed:
             return False
+        now_s = self._now_s()
+        if self._sock is not None and now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s  # those who read its memory and send nothing would not notice its end
+            self.look()
         if self._sock is None:
-            return self._now_s() - self._dialled_s >= RETRY_S
+            return now_s - self._dialled_s >= RETRY_S
         self._consider()
         return self._sock is not None and self._open_since_s is None
 

@@ -83,7 +83,8 @@ class Rank:
             through = config.write == "through"
             store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s, through)
             memory = SlotMemory(self.segment.view, slots, size)
-            directory = Directory(self.segment.view[SlotMemory.size(slots, size) :], slots + file_slots)
+            region = self.segment.view[SlotMemory.size(slots, size) :]
+            directory = Directory(region, slots + file_slots, self.incarnation, ask=through)
             self.tiers = Tiers(store, memory, self.files, self._post, directory)
             self._recover()
             self._serve()
@@ -222,7 +223,7 @@ class Rank:
 
     def _pass(self, now_s: float) -> float:
         if self.tiers.directory is not None:
-            self.tiers.directory.beat(now_s)
+            self.tiers.directory.beat(now_s, self.members.epoch)
         due_s = self.members.tick(now_s)
         copier = self.copier
         assert copier is not None

@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -148,6 +149,21 @@ class Segment:
         if prefault:
             segment._populate(_POPULATE_WRITE if writable else _POPULATE_READ)
         return segment
+
+    def prefault_aside(self) -> None:
+        """Fill the page tables in a thread of its own, for segments too large to wait for; from the start on."""
+        held = self.view[:]  # what is being faulted in stays mapped
+        advice = _POPULATE_WRITE if self.writable else _POPULATE_READ
+
+        def run() -> None:
+            libc, base = ctypes.CDLL(None), _address(held)
+            for at in range(0, len(held), _PREFAULT_STEP):
+                size = min(_PREFAULT_STEP, len(held) - at)
+                if self._view is None or libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), advice):
+                    break  # closed, or a kernel without it: then page by page, as they are used
+            held.release()
+
+        threading.Thread(target=run, name="kvtool-prefault", daemon=True).start()
 
     @property
     def view(self) -> memoryview:
