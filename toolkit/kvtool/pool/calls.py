@@ -133,8 +133,8 @@ class Calls:
         return () if near is None else near.get(keys, rooms, leading)
 
     def _near(self, access: Access) -> Nearby | None:
-        """The directory of a rank whose memory is mapped, unless it is known to be gone or hung. It tells the epoch too,
-        as an answer would."""
+        """The directory of a rank whose memory is mapped, unless it is known to be gone or hung. It tells the epoch
+        too, as an answer would."""
         near = access.nearby
         if near is None or not access.link.connected or not access.link.usable:
             return None
