@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from ..iface import Client as Base
 from ..iface import PeerError
@@ -34,9 +35,9 @@ class Server(BaseServer):
 
     def start(self):
         cfg = self.cfg
-        self.pool_dir = os.path.join(self.run_dir, "pool")
+        self.pool_dir = Path(self.run_dir, "pool")
         layout = ",".join(f"{name}={value}" for name, value in fields(cfg["block"]).items())
-        command = [cfg["python"], "-m", "kvtool", "pool", "up", "--run-dir", self.pool_dir, "--layout", layout]
+        command = [*kvtool(cfg), "pool", "up", "--run-dir", str(self.pool_dir), "--layout", layout]
         command += ["--ranks", "1", "--dram-size", str(cfg["dram"])]
         if cfg.get("ssd_dir"):
             command += ["--file-size", str(cfg.get("file_size", 4 << 30)), "--file-dir", cfg["ssd_dir"]]
@@ -46,47 +47,55 @@ class Server(BaseServer):
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
         if done.returncode:
             raise PeerError(f"kvtool pool up: {done.stdout[-500:]} {done.stderr[-500:]}")
-        with open(os.path.join(self.pool_dir, "pool.json")) as file:
-            state = json.load(file)
+        state = json.loads((self.pool_dir / "pool.json").read_text())
         self.shm_prefix = state["prefix"]
         self.rank_pids = [rank["pid"] for rank in state["ranks"]]
 
     def client_cfg(self):
-        here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        here = Path(__file__).resolve().parents[2]
         return {
-            "state_file": os.path.join(self.pool_dir, "pool.json"),
+            "state_file": str(self.pool_dir / "pool.json"),
             "layout": fields(self.cfg["block"]),
-            "env": {"PYTHONPATH": os.pathsep.join([here, *python_path()])},
+            "env": {"PYTHONPATH": os.pathsep.join([str(here), *python_path()])},
         }
 
     def pids(self):
         """The ranks, what launched them and what keeps them."""
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/cmdline", "rb") as file:
-                        words = file.read()
-                except OSError:
-                    continue
-                if self.pool_dir.encode() in words and int(name) != os.getpid():
-                    found.append(int(name))
-        return sorted({*found, *(pid for pid in self.rank_pids if os.path.exists(f"/proc/{pid}"))})
+        found = [pid for pid in self.rank_pids if runs(pid)]
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(self.pool_dir).encode() in words and int(process.name) != os.getpid():
+                found.append(int(process.name))
+        return sorted(set(found))
 
     def kill9(self, which=None):
-        for pid in self.pids():
+        pids = self.pids()
+        for pid in pids:
             try:
                 os.kill(pid, 9)
             except OSError:
                 pass
-        for pid in self.pids():
-            until = time.time() + 5
-            while os.path.exists(f"/proc/{pid}") and time.time() < until:
-                time.sleep(0.01)
+        until = time.time() + 5
+        while any(runs(pid) for pid in pids) and time.time() < until:
+            time.sleep(0.01)
 
     def stop(self, sig=15, grace=8):
-        command = [self.cfg["python"], "-m", "kvtool", "pool", "down", "--run-dir", self.pool_dir]
+        command = [*kvtool(self.cfg), "pool", "down", "--run-dir", str(self.pool_dir)]
         subprocess.run(command, env=environment(), capture_output=True, timeout=60)
+
+
+def kvtool(cfg):
+    return [cfg["python"], str(Path(cfg["python"]).parent / "kvtool")]
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def python_path():
