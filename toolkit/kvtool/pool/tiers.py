@@ -10,7 +10,9 @@ Not thread-safe: every method runs where the rules live.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,8 @@ class Tiers:
         self.wall_s: Callable[[], float] = time.time
         """The wall clock, for what is written into files."""
         self.bytes_moved = {"demoted": 0, "promoted": 0}
+        self._ended: deque[Event] = deque()
+        self._lock, self._told = threading.Lock(), False
         self.arrivals: list[BlockKey] | None = None
         """Blocks that came to stay since somebody emptied this; None: nobody asks."""
 
@@ -77,7 +81,7 @@ class Tiers:
                 self.store.demoted(move.move, error is None, now_s, str(error or ""))
                 return []
 
-            self.post(event)
+            self._end(event)
 
         assert self.files is not None
         data = self.memory.slot(move.slot, move.length)
@@ -107,11 +111,29 @@ class Tiers:
                 self.bytes_moved["promoted"] += move.length if ok else 0
                 return self.store.promoted(move.move, ok, now_s, corrupt)
 
-            self.post(event)
+            self._end(event)
 
         assert self.files is not None
         out = self.memory.slot(move.slot, move.length)
         self.files.read(move.file_slot, out, move.key, generation=move.record).add_done_callback(done)
+
+    def _end(self, event: Event) -> None:
+        """A move ended, in some thread. Those that end before the rules hear of it are told together: what is waiting
+        is looked at once for all of them."""
+        self._ended.append(event)
+        with self._lock:
+            if self._told:
+                return
+            self._told = True
+        self.post(self._tell)
+
+    def _tell(self, now_s: float) -> list[Reading]:
+        with self._lock:
+            self._told = False
+        readings: list[Reading] = []
+        while self._ended:
+            readings += self._ended.popleft()(now_s)
+        return readings
 
     def report(self) -> dict[str, object]:
         """How the file tier does, for a status."""
