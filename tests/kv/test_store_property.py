@@ -319,3 +319,20 @@ def test_the_random_machine_reaches_durable_blocks():
         machine.step()
         durable = max(durable, machine.check_restart())
     assert durable >= 10 and Commit.DURABLE in {c.results[0] for c in machine.committing}
+
+
+def test_blocks_are_written_ahead_of_need_and_free_their_memory_at_once():
+    machine = Machine(Random(1), slots=16, file_slots=64)
+    store, written = machine.store, 0
+    for number, key in enumerate(KEYS):
+        (answer,) = store.reserve(1, [Want(key, 100)], machine.now_s)
+        assert answer.grant is Grant.GRANTED, f"put {number} had to wait for the disk"
+        machine.writers_before_act(1, answer.slot, answer.generation, key)
+        machine.end_put(commit=True)
+        machine.act()
+        while machine.moves:
+            machine.finish_move(ok=True)
+            written += 1
+        dirty = sum(entry.slot >= 0 and entry.file_slot < 0 for entry in store._index.values())
+        assert dirty <= 9 and written == max(0, number - 8)
+    assert store.counts.filed >= len(KEYS) - 16 and store.counts.evicted == 0

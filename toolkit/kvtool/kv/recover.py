@@ -9,17 +9,59 @@ Pure rules, part of `Store`.
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterable
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.record import NOWHERE, Entry, Filed, State
 from kvtool.kv.room import Room
 
+DIRTY_SHARE = 2
+"""One slot of so many may hold a block that no file holds."""
+AHEAD_MAX = 32
+"""Writes ahead of need under way at most: others may need the disk."""
+
 
 class Filing(Room):
     """The file tier's rules."""
 
     through = False
+
+    def __init__(self, slots: int, slot_size: int, file_slots: int, lease_term_s: float, evict: str) -> None:
+        super().__init__(slots, slot_size, file_slots, lease_term_s, evict)
+        self._dirty: deque[BlockKey] = deque()
+        self.dirty_max = slots // DIRTY_SHARE if file_slots >= slots else sys.maxsize
+        """Blocks that are in no file, at most; more are written ahead of need, oldest first."""
+
+    def _came(self, entry: Entry) -> None:
+        """A block is in DRAM, and may have to be written some day."""
+        if entry.transient_s is not None or self.dirty_max == sys.maxsize:
+            return
+        self._dirty.append(entry.key)
+        if len(self._dirty) > 4 * self.dram.count:  # the disk has been failing for long
+            found = [(key, self._index.get(key)) for key in self._dirty]
+            self._dirty = deque(key for key, entry in found if entry is not None and self._could_file(entry))
+
+    def _keep_ahead(self, now_s: float) -> None:
+        super()._keep_ahead(now_s)
+        self._clean(now_s)
+
+    def demoted(self, move: int, ok: bool, now_s: float, why: str = "") -> None:
+        super().demoted(move, ok, now_s, why)
+        self._clean(now_s)
+
+    def _clean(self, now_s: float) -> None:
+        """Write the oldest blocks to files while the disk has nothing else to do with them: when their memory is
+        wanted it is free at once, and puts go as fast as the disk writes."""
+        while len(self._dirty) > self.dirty_max and self.filing + self.demoting < AHEAD_MAX:
+            entry = self._index.get(self._dirty[0])
+            if entry is not None and self._could_file(entry):
+                if not self._may_file(entry, now_s) or not self._file_ancestors(entry, now_s):
+                    return
+                if self._could_file(entry) and not self._file(entry, now_s, stays=True):
+                    return
+            self._dirty.popleft()
 
     def recover(self, found: Iterable[Filed], now_s: float) -> int:
         """Register the blocks of files that an earlier process wrote; how many. Before anything else is asked.

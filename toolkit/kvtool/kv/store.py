@@ -152,6 +152,7 @@ class Store(Sources):
         if entry.transient_s is not None:
             self._keep_until(entry, now_s + entry.transient_s)
         self.counts.stored += 1
+        self._came(entry)
         if not (self.through and self._write_through(entry, now_s)):
             self._offer(entry)
         return Commit.STORED

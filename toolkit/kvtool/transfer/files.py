@@ -12,7 +12,8 @@ reader finds the whole block that it asked for or `BlockCorrupt`: the checksum i
 bytes that are part old and part new. So header and payload go in one request, in any order that the disk likes. A
 `durable` write is done when it is on the disk; all that are waiting share one sync.
 
-Work runs on an executor (a few threads of its own, if none is given) and is handed out as futures. Memory given to
+Work runs on an executor (a few threads of its own, if none is given) and is handed out as futures; reads and durable
+writes, which somebody waits for, go before the rest. Memory given to
 `read` and `write` belongs to the file until the future is done, also when a caller stops waiting: a time limit on
 `result()` does not stop the disk.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -31,6 +32,7 @@ from kvtool.kv.block import KEY_SIZE
 from kvtool.transfer.checksum import as_bytes, checksum, copy_checksum
 from kvtool.transfer.disk import Disk, FileDisk
 from kvtool.transfer.filehead import KEPT_DEFAULT, PAGE, SEALED, FileHead, Kept, SlotHeader, page_up, put_header
+from kvtool.transfer.filethreads import FileThreads
 from kvtool.transfer.groupsync import GroupSync
 from kvtool.transfer.pages import Pages, fits_direct
 
@@ -74,7 +76,7 @@ class BlockFile:
         *,
         fresh: bool = False,
         direct: bool = True,
-        threads: int = 4,
+        threads: int = 8,
         setting: str = "pool.file_size",
         fingerprint: str = "",
         layout: str = "",
@@ -100,7 +102,7 @@ class BlockFile:
         self.stride = PAGE + page_up(slot_size)
         self.size = (slots + 1) * self.stride
         self._pages, self._sealer = Pages(disk, self.stride), sealer
-        self._group = GroupSync(self._pages.sync, lambda task: self._submit(lambda _: task(), 0))
+        self._group = GroupSync(self._pages.sync, lambda task: self._submit(lambda _: task(), 0, urgent=True))
         self._closed = False
         made = False
         try:
@@ -113,7 +115,8 @@ class BlockFile:
                 disk.remove()
             disk.close()
             raise
-        self._executor = executor or ThreadPoolExecutor(threads, thread_name_prefix="kvtool-file")
+        self._executor = executor or FileThreads(threads)
+        self._at_once = self._executor.urgent if isinstance(self._executor, FileThreads) else self._executor.submit
         self._pending: set[Future[object]] = set()
         log.info("block file open path=%s slots=%d bytes=%d how=%s", disk.name, slots, self.size, self.how)
 
@@ -145,7 +148,7 @@ class BlockFile:
                 f"{view.nbytes}"
             )
         header = SlotHeader(key, view.nbytes, 0, generation, parent, kept)
-        written = self._submit(self._write, slot, view, header, sum)
+        written = self._submit(self._write, slot, view, header, sum, urgent=durable)
         return self._group.when_synced(written) if durable else written
 
     def read(self, slot: int, out: Buffer, key: bytes, *, generation: int | None = None) -> Future[SlotHeader]:
@@ -157,7 +160,7 @@ class BlockFile:
         view = as_bytes(out)
         if view.readonly or view.nbytes > self.slot_size:
             raise ValueError(f"wanted a writable buffer of at most {self.slot_size} bytes, got {view.nbytes}")
-        return self._submit(self._read, slot, view, key, generation)
+        return self._submit(self._read, slot, view, key, generation, urgent=True)
 
     def check(self, slot: int, key: bytes, size: int, *, generation: int | None = None) -> Future[SlotHeader]:
         """Read a block and throw it away; raises as `read` does."""
@@ -204,13 +207,13 @@ class BlockFile:
     def _at(self, slot: int) -> int:
         return (slot + 1) * self.stride
 
-    def _submit(self, work: Callable[..., _T], slot: int, *arguments: object) -> Future[_T]:
+    def _submit(self, work: Callable[..., _T], slot: int, *arguments: object, urgent: bool = False) -> Future[_T]:
         if not 0 <= slot < self.slots:
             raise ValueError(f"{self._pages.name} has slots 0 to {self.slots - 1}, got {slot}")
         if self._closed:
             raise Unavailable(f"block file {self._pages.name} is closed")
         try:
-            future = self._executor.submit(work, slot, *arguments)
+            future = (self._at_once if urgent else self._executor.submit)(work, slot, *arguments)
         except RuntimeError:  # closed since
             raise Unavailable(f"block file {self._pages.name} is closed") from None
         self._pending.add(future)  # type: ignore[arg-type]
