@@ -334,5 +334,5 @@ def test_blocks_are_written_ahead_of_need_and_free_their_memory_at_once():
             machine.finish_move(ok=True)
             written += 1
         dirty = sum(entry.slot >= 0 and entry.file_slot < 0 for entry in store._index.values())
-        assert dirty <= 9 and written == max(0, number - 8)
+        assert dirty <= 9 and number - 8 <= written <= max(0, number - 7)
     assert store.counts.filed >= len(KEYS) - 16 and store.counts.evicted == 0
