@@ -21,6 +21,7 @@ from kvtool.kv.layout import KVLayout
 from kvtool.pool.config import PoolConfig
 from kvtool.pool.keeping import attach_keeper, keeper_status
 from kvtool.pool.launch import PoolStatus, RankStatus, pool_status, start_pool, stop_pool
+from kvtool.pool.metrics import text
 from kvtool.pool.resize import Draining
 from kvtool.pool.resize import drain as drain_ranks
 from kvtool.pool.resize import resize as resize_pool
@@ -64,6 +65,9 @@ def up(
     copy_rate: Annotated[
         str, typer.Option("--copy-rate", help="Bytes a second that a rank may spend on copies to others.")
     ] = "1GiB",
+    metrics_pages: Annotated[
+        bool, typer.Option("--metrics/--no-metrics", help="Whether each rank serves /metrics on a loopback port.")
+    ] = True,
     name: Annotated[str, typer.Option("--name", help="Name of the pool; its block files carry it.")] = "pool",
     run_dir: RunDir = None,
 ) -> None:
@@ -83,6 +87,7 @@ def up(
         flush_s=_parsed("--flush", flush, parse_seconds),
         lease_term_s=_parsed("--lease-term", lease_term, parse_seconds),
         copies=copies,
+        metrics=metrics_pages,
         namespaces=dict(_copies_of(text) for text in namespace_copies or []),
         copy_rate=_parsed("--copy-rate", copy_rate, parse_size),
         name=name,
@@ -120,6 +125,15 @@ def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
             if rank.why:
                 console.warn(rank.why)
         _say_keeper(found)
+    if not found.whole:
+        raise typer.Exit(1)
+
+
+@app.command()
+def metrics(run_dir: RunDir = None) -> None:
+    """What all ranks count, as Prometheus reads it; each also serves its own at /metrics."""
+    found = pool_status(_folder(run_dir))
+    console.out().print(text([rank.answer for rank in found.ranks if rank.answer is not None]), end="", markup=False)
     if not found.whole:
         raise typer.Exit(1)
 

@@ -19,6 +19,7 @@ from kvtool.cli.bench_serve import TARGETS
 from kvtool.cli.lazy import LazyGroup, load
 from kvtool.cli.main import app
 from kvtool.config.spec import Spec
+from kvtool.pool.metrics import METRICS
 
 RESULTS_BEGIN = "<!-- results: made by scripts/docs from tests/bench/serve.json -->"
 RESULTS_END = "<!-- end of results -->"
@@ -34,6 +35,7 @@ def render() -> str:
     parts = [HEAD, "## Commands\n\n"]
     parts.extend(_command(path, command) for path, command in commands())
     parts.append(_spec())
+    parts.append(_metrics())
     return "".join(parts).rstrip() + "\n"
 
 
@@ -96,6 +98,18 @@ def _default(parameter: Any) -> str:
 def _spec() -> str:
     rows = "".join(f"| `{key}` | {default} | {_cell(text)} |\n" for key, default, text in spec_keys())
     return f"## Deployment spec\n\n{Spec.__doc__}\n\n| key | default | |\n|---|---|---|\n{rows}\n"
+
+
+def _metrics() -> str:
+    rows = "".join(
+        f"| `{metric.full_name}` | {metric.kind} | {', '.join(('rank', *metric.labels))} | {_cell(metric.help)} |\n"
+        for metric in METRICS
+    )
+    return (
+        "## Metrics of a pool\n\nEach rank serves them at `/metrics` on a loopback port that the pool's state file "
+        "names;\n`kvtool pool metrics` prints those of all ranks.\n\n"
+        f"| name | kind | labels | |\n|---|---|---|---|\n{rows}\n"
+    )
 
 
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:

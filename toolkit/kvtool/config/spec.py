@@ -78,6 +78,7 @@ class PoolSpec(Section):
     copies: int = Field(
         1, ge=1, le=8, description="Ranks that hold each block; with 2 the death of a rank costs no block."
     )
+    metrics: bool = Field(True, description="Whether each rank serves /metrics on a loopback port.")
     namespace: str = Field(
         "default", min_length=1, max_length=64, description="Part of every key; blocks never cross namespaces."
     )

@@ -45,6 +45,11 @@ class Sources(Filing):
         entries = [self._index.get(key) for key in keys]
         return [Wanted(e.key, e.length, e.retention.copies) for e in entries if e is not None and _stays(e)]
 
+    def bytes_at(self, slots: Iterable[tuple[int, int]]) -> int:
+        """Payload of the blocks that are in these (slot, generation) still."""
+        entries = ((self._at[slot], generation) for slot, generation in slots)
+        return sum(e.length for e, generation in entries if e is not None and e.generation == generation)
+
     def writer(self, key: BlockKey) -> int:
         """The client that put a block here; 0: an earlier process did, or it is gone."""
         entry = self._index.get(key)

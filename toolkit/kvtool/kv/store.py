@@ -446,6 +446,13 @@ class Store(Sources):
             lines.append(Holding("lost slot", lost))
         return lines
 
+    @property
+    def held_share(self) -> float:
+        """Share of DRAM slots that nothing can evict now: leased, reserved, quarantined or pinned. A slot may be two
+        of these."""
+        held = self.leases.held_slots + len(self._reserved) + len(self._quarantine) + self._keeping.hard_count
+        return min(1.0, held / self.dram.count)
+
     def lost_slots(self) -> int:
         """Slots of either tier in use that nothing accounts for. Anything but 0 is a bug."""
         moving = [entry for entry in self._moves.values() if entry.doomed]

@@ -276,6 +276,7 @@ class AsyncPoolClient:
 
     async def close(self) -> None:
         """As `PoolClient.close`. What still runs in threads ends by its budget."""
+        self._calls.tell_counts(at_once=True)
         self._driver.close()
         self._ranks.close()
 

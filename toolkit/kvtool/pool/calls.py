@@ -38,6 +38,7 @@ from kvtool.pool.pace import Pace
 from kvtool.pool.putting import ANSWER_SHARE, Putting
 from kvtool.pool.ranks import Route, Share
 from kvtool.pool.reading import Counting, PoolRead
+from kvtool.pool.told import Untold
 from kvtool.pool.wire import Cut, Found, Op
 
 ALIVE_S = 1.0
@@ -57,6 +58,7 @@ class Calls:
         self._ranks, self._driver, self._now_s = setting.ranks, setting.driver, setting.now_s
         self.pace = Pace()
         self.counting = Counting(layout.block_tokens)
+        self._untold = Untold(self.counting)
         self._probing = threading.Lock()
         self._probed_s, self._alive = -ALIVE_S, False
 
@@ -175,6 +177,7 @@ class Calls:
         blocks: list[BlockView] = [block for block, _ in found]
         reason = "too_long" if asking.cut == len(some) else asking.reason
         self.counting.read(blocks, len(keys), reason)
+        self.tell_counts()
         return PoolRead(blocks, [placed for _, placed in found], views.helds)
 
     async def get_into(
@@ -206,6 +209,7 @@ class Calls:
             left = again + left[len(some) :]
         whole = finished(got, reason)
         self.counting.got(whole)
+        self.tell_counts()
         return GetResult(
             whole, leading_run(whole), [position for position, one in enumerate(whole) if one.reason == "held"]
         )
@@ -387,6 +391,10 @@ class Calls:
         return False
 
     # Counting
+
+    def tell_counts(self, at_once: bool = False) -> None:
+        """Have a rank know what was read; once a second, and when the client leaves."""
+        self._untold.tell((access.link for access in self._ranks.all()), self._now_s(), at_once)
 
     def counts(self) -> PoolCounts:
         counts = self.counting.snapshot()

@@ -161,6 +161,8 @@ class PoolClient(Verbs):
 
     def close(self) -> None:
         """Leave the pool; its ranks end our leases. Views in place must not be used any more. Again is a no-op."""
+        if not self._closed:
+            self._calls.tell_counts(at_once=True)
         self._closed = True
         self._ranks.close()
 

@@ -46,6 +46,8 @@ class PoolConfig:
     """The same for blocks of clients that name their namespace."""
     copy_rate: float = 2.0**30
     """Bytes a second that a rank may spend on copies to others."""
+    metrics: bool = True
+    """Whether each rank serves /metrics on a loopback port, named in the state file."""
     ucx: bool | None = None
     """Whether those who cannot map the segment may read by UCX; None: if NIXL is installed."""
     host: str = "127.0.0.1"
@@ -114,6 +116,7 @@ class RankConfig:
     reserve_term_s: float
     ucx: bool
     host: str
+    metrics: bool = True
     copies: int = 1
     namespaces: dict[str, int] = field(default_factory=dict)
     copy_rate: float = 2.0**30

@@ -274,6 +274,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         ucx=ucx,
         host=config.host,
         lost_s=config.lost_s,
+        metrics=config.metrics,
         copies=config.copies,
         namespaces=config.namespaces,
         copy_rate=config.copy_rate,

@@ -191,6 +191,17 @@ class Loop:
         self._strangers.pop(connection.owner, None)
         return connection.sock
 
+    def attend(self, sock: socket.socket, call: Callable[[], None], writing: bool = False) -> None:
+        """Call `call` when there is something to read from `sock`, or room to write to it; sockets of others."""
+        events = selectors.EVENT_WRITE if writing else selectors.EVENT_READ
+        if sock in self._selector.get_map():
+            self._selector.modify(sock, events, call)
+        else:
+            self._selector.register(sock, events, call)
+
+    def leave(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+
     def watch(self, connection: Connection, writing: bool) -> None:
         if not connection.closed:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
@@ -231,6 +242,8 @@ class Loop:
                     self._serve(key.data, events)
                 elif isinstance(key.data, socket.socket):
                     self._accept(key.data)
+                elif key.data is not None:
+                    key.data()
                 else:
                     os.eventfd_read(self._wake)
             while self._posted:

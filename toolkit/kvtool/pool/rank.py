@@ -33,8 +33,10 @@ from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.meeting import Joining, Meeting, MpiMeeting
 from kvtool.pool.membership import Membership
 from kvtool.pool.memory import SlotMemory
+from kvtool.pool.metrics import text
 from kvtool.pool.mover import Mover
 from kvtool.pool.names import CONFIG, LOG
+from kvtool.pool.scrape import Scrape
 from kvtool.pool.scrub import Scrub
 from kvtool.pool.service import Service
 from kvtool.pool.state import PoolState, RankState, started_at
@@ -70,6 +72,7 @@ class Rank:
         self._swept_s = self._flush_until_s = 0.0
         self._flush: Flush | None = None
         self.copier: Copier | None = None
+        self.scrape: Scrape | None = None
         self.ucx: UcxOwner | None = None
         self.files: BlockFile | None = None
         self._unix = Path(config.run_dir) / f"{config.prefix}-{self.rank}.sock"
@@ -103,6 +106,8 @@ class Rank:
         self.loop = Loop(lambda: self.members.epoch, self._opened, self._message, self._closed, self._pass)
         self.loop.listen_unix(self._unix)
         host, port = self.loop.listen_tcp(self.config.host)
+        if self.config.metrics:
+            self.scrape = Scrape(self.loop, self.config.host, lambda: text([self.service.status()]), time.monotonic)
         mine = self._state(host, port)
         ranks = self._meeting.meet(mine)
         state = PoolState(
@@ -163,6 +168,7 @@ class Rank:
             started=started_at(os.getpid()) or 0,
             ucx_name=self.segment.name if metadata else "",
             ucx_metadata=metadata.hex(),
+            metrics="" if self.scrape is None else self.scrape.address,
             incarnation=self.incarnation,
             status="joining" if self._meeting.alone and not store.files.used else "live",
         )
@@ -235,6 +241,8 @@ class Rank:
             due_s = due_s if part_due_s is None else min(due_s, part_due_s)
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
+            if self.scrape is not None:
+                self.scrape.tick(now_s)
             self.members.filled(self.tiers.store.dram.used / self.tiers.store.dram.count, now_s)
             if not Path(self.config.run_dir, CONFIG).exists():  # nobody can find or stop this pool any more
                 log.warning("rank stops, its pool is gone from its run directory rank=%d", self.rank)
@@ -259,6 +267,8 @@ class Rank:
         now_s = time.monotonic()
         return {
             "rank": self.rank,
+            "identity": self.members.mine.identity,
+            "block_tokens": self.layout.block_tokens,
             "epoch": self.members.epoch,
             "incarnation": self.members.mine.incarnation,
             "status": self.members.mine.status,

@@ -24,6 +24,7 @@ from kvtool.pool.loop import Connection
 from kvtool.pool.scrub import OWNER as SCRUB_OWNER
 from kvtool.pool.scrub import Scrub
 from kvtool.pool.tiers import Event, Tiers
+from kvtool.pool.told import ReadsTold
 from kvtool.pool.wire import Cut, Message, Op
 
 log = logging.getLogger("kvtool.pool")
@@ -88,6 +89,9 @@ class Service:
         self.ucx_wanted_until_s = 0.0
         self.copier: Copier | None = None
         self.scrub: Scrub | None = None
+        self.reads = ReadsTold()
+        self.bytes_in = self.bytes_out = 0
+        """Payload that was stored here, and that readers were given leases on."""
         self.touched = 0
         """Blocks of this rank that clients found in its directory, without a message, and read."""
         self._handlers: dict[Op, Callable[[Connection, Message, float], None]] = {
@@ -105,6 +109,7 @@ class Service:
             Op.READ: self._read,
             Op.WRITE: self._write,
             Op.TOUCH: self._touch,
+            Op.COUNTED: lambda _, message, __: self.reads.add(wire.unpack_map(message.body)),
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
@@ -259,6 +264,7 @@ class Service:
     def _answer_read(self, connection: Connection, request: int, reading: Reading, positions: list[int] | None) -> None:
         late = not reading.done
         hits = self.store.finish_read(reading, time.monotonic())
+        self.bytes_out += sum(hit.length for hit in hits)
         cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
         term_s, near = self.store.leases.term_s, self._near(connection, hits)
         if positions is None:
@@ -315,6 +321,7 @@ class Service:
         if self.lanes.after(connection.owner, written, lambda: self._commit_later(connection, message)):
             return
         committing = self.store.commit_all(connection.owner, commits, now_s)
+        self.bytes_in += self.store.bytes_at(written)
         self.tiers.carry_out()
         waiting = _WaitingCommit(connection, message.request, now_s, now_s + DURABLE_WAIT_S, committing)
         self._commits.append(waiting)
@@ -369,6 +376,7 @@ class Service:
         if any(slot >= self.store.dram.count for slot, _ in uses):
             raise ProtocolError(f"use of a slot that does not exist; this rank has {self.store.dram.count}")
         self.touched += self.store.touch(uses, now_s)
+        self.bytes_out += self.store.bytes_at(uses)
 
     def scrub_with(self, scrub: Scrub) -> None:
         """Answer those who want everything checked."""
@@ -391,8 +399,16 @@ class Service:
         return bool(self._reads) or puts
 
     def _status(self, connection: Connection, message: Message, now_s: float) -> None:
+        connection.send(Op.STATUS, message.request, wire.pack_map(self.status()))
+
+    def status(self) -> dict[str, Any]:
+        """What this rank says of itself."""
         store = self.store
-        status = {
+        return {
+            "reads": {**asdict(self.reads), "hit_ratio": self.reads.hit_ratio},
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "held_share": store.held_share,
             "slots": store.dram.count,
             "slots_used": store.dram.used,
             "file_slots": store.files.count,
@@ -412,7 +428,6 @@ class Service:
             "transfers": {**self.lanes.counts, "bytes": dict(self.lanes.bytes)},
             **self._report(),
         }
-        connection.send(Op.STATUS, message.request, wire.pack_map(status))
 
     def _audit(self, connection: Connection, message: Message, now_s: float) -> None:
         held = [*self.store.audit(now_s), *self.lanes.audit(now_s)]

@@ -43,6 +43,8 @@ class RankState:
     ucx_name: str = ""
     ucx_metadata: str = ""
     """Hex; empty when the rank has no UCX."""
+    metrics: str = ""
+    """Where it serves /metrics, as host:port; empty when it does not."""
     alive: bool = True
     weight: float = 1.0
     incarnation: int = 1

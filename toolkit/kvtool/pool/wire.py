@@ -65,6 +65,8 @@ class Op(IntEnum):
     TOUCH = 30
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
+    COUNTED = 41
+    """What a client counted of its reads since it said so last: a map."""
     VERIFY = 50
 
 

@@ -143,6 +143,7 @@ class PoolKeeper:
             flush_s=pool.flush,
             lease_term_s=pool.lease_term,
             copies=pool.copies,
+            metrics=pool.metrics,
             ucx=pool.path != "shm",
             name=self._spec.name,
             start_timeout_s=self._spec.supervise.start_timeout,
