@@ -1,0 +1,147 @@
+"""One run: a pool, its clients and their troubles, from one seed. What comes back says whether an oracle spoke."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from kvtool.sim.blocks import chains
+from kvtool.sim.client import ClientProcess
+from kvtool.sim.faults import Faults
+from kvtool.sim.oracles import Oracles
+from kvtool.sim.rank import RankProcess
+from kvtool.sim.sched import Broken
+from kvtool.sim.shape import Shape, shape_of
+from kvtool.sim.system import installed
+from kvtool.sim.world import World, enter, leave
+
+START_S = 2.0
+LEAVE_S = 40.0
+"""For clients to end what they do: longer than any call and any use of a read."""
+SETTLE_S = 12.0
+"""For survivors to agree, links to be dialled again, and what the dead held to be free."""
+PROBE_S = 15.0
+QUIET_S = 25.0
+"""Longer than any term, settling time or wait that this workload asks for."""
+
+
+@dataclass
+class Result:
+    seed: int
+    digest: str
+    lines: int
+    virtual_s: float
+    calls: int
+    counts: Counter[str]
+    broken: str = ""
+    tail: list[str] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class Run:
+    """The pool of one seed, inside `installed()`."""
+
+    def __init__(self, seed: int, run_dir: str, steps: int | None = None) -> None:
+        self.world = World(seed, shape_of(Random(seed), steps).delays)
+        self.shape: Shape = shape_of(Random(seed), steps)
+        self.oracles = Oracles(self.world, self.shape)
+        hosts = [f"host{number}" for number in range(self.shape.hosts)]
+        rng = self.world.rng
+        self.ranks = [
+            RankProcess(self.world, self.shape, number, rng.choice(hosts), run_dir)
+            for number in range(self.shape.ranks)
+        ]
+        self.oracles.ranks = self.ranks
+        self.clients = [self._client(number, rng.choice(hosts)) for number in range(self.shape.clients)]
+        self.faults = Faults(self.world, self.shape, self.ranks, self.clients)
+        self.world.sched.after = self.oracles.stepped
+
+    def _client(self, number: int, host: str) -> ClientProcess:
+        return ClientProcess(self.world, self.shape, self.oracles, number, host, self.world.rng.choice(["auto", "auto", "ucx"]))
+
+    def play(self) -> None:
+        """
+        Raises:
+            Broken: an oracle spoke.
+        """
+        sched, shape = self.world.sched, self.shape
+        for rank in self.ranks:
+            rank.start(self.ranks)
+        sched.run(START_S)
+        for client in self.clients:
+            client.start(shape.threads)
+        self.faults.start(max(0.05, shape.lasting_s / self.world.rng.randint(2, 10)))
+        sched.run(START_S + shape.lasting_s)
+        self.faults.heal()
+        for client in self.clients:
+            client.ending = True
+        self._until(lambda: all(not c.running or c.process.dead for c in self.clients), LEAVE_S)
+        sched.run(sched.now_s + SETTLE_S)
+        self._probe()
+        for client in self.clients:
+            if not client.process.dead:
+                client.process.kill()
+        sched.run(sched.now_s + QUIET_S)
+        self.oracles.quiet()
+
+    def _until(self, done: Callable[[], bool], limit_s: float) -> None:
+        sched = self.world.sched
+        until_s = sched.now_s + limit_s
+        while sched.now_s < until_s and not done():
+            sched.run(min(until_s, sched.now_s + 0.5))
+
+    def _probe(self) -> None:
+        """After all troubles the pool must be of use again: a new client's block is stored, and read."""
+        client = self._client(len(self.clients), self.ranks[0].host)
+        self.clients.append(client)
+        client.prompt = True
+        keys = chains()[-1][:2]
+        found: list[int] = []
+
+        def probe() -> None:
+            client._open()
+            client.write(keys, 5.0)
+            found.append(client.read(keys, 5.0))
+            client.close()
+
+        client.process.spawn(probe, "probe")
+        self._until(lambda: bool(found), PROBE_S)
+        if any(rank.lives for rank in self.ranks) and found != [len(keys)]:
+            raise Broken(f"no recovery: all is healed, and a new client wrote {len(keys)} blocks and read {found}")
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[str]:
+    """Stand-ins in place, and a directory for what production code leaves in files, for any number of runs."""
+    log = logging.getLogger("kvtool")
+    level = log.level
+    with tempfile.TemporaryDirectory(prefix="kvtool-sim-") as run_dir, installed():
+        log.setLevel(logging.CRITICAL)
+        try:
+            yield run_dir
+        finally:
+            log.setLevel(level)
+
+
+def run_seed(seed: int, run_dir: str, steps: int | None = None) -> Result:
+    """Inside `prepared()`."""
+    run = Run(seed, run_dir, steps)
+    world, broken, why = run.world, "", None
+    enter(world)
+    try:
+        run.play()
+    except Broken as error:
+        broken, why = str(error), error
+        world.journal.log("broken", "oracle", broken)
+    finally:
+        world.sched.close()
+        leave()
+    journal = world.journal
+    calls = sum(client.calls for client in run.clients)
+    tail = list(journal.tail) if broken else []
+    return Result(seed, journal.digest, journal.lines, world.sched.now_s, calls, journal.counts, broken, tail, why)

@@ -1,0 +1,68 @@
+"""What a seed makes of a run: how large a pool, which clients, and which faults are on (swarm testing: not all at once).
+
+After Groce et al., "Swarm Testing" (ISSTA 2012): runs that leave out some kinds of fault find what all kinds together
+hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from kvtool.kv.layout import KVLayout
+from kvtool.sim.blocks import BLOCK_TOKENS
+from kvtool.sim.net import Delays
+
+FAULTS = (
+    "rank dies", "rank hangs", "client dies", "client hangs", "path cut", "stream breaks", "half open", "slow network"
+)  # fmt: skip
+CALM_SHARE = 0.1
+"""Runs without any fault: what is put must be found."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    ranks: int
+    hosts: int
+    clients: int
+    threads: int
+    layout: KVLayout
+    slots: int
+    file_slots: int
+    lease_term_s: float
+    reserve_term_s: float
+    lasting_s: float
+    think_s: float
+    delays: Delays
+    faults: frozenset[str]
+    fault_every_s: float
+
+    @property
+    def calm(self) -> bool:
+        return not self.faults
+
+
+def shape_of(rng: Random, steps: int | None = None) -> Shape:
+    """`steps`: about how many calls clients make altogether; None: as the seed has it."""
+    calm = rng.random() < CALM_SHARE
+    faults = frozenset() if calm else frozenset(fault for fault in FAULTS if rng.random() < 0.5)
+    head_dim, dtype = rng.choice([(16, "float32"), (125, "uint8"), (512, "uint8")])
+    clients, threads = rng.randint(1, 3), rng.choice([1, 1, 2])
+    think_s = rng.choice([0.002, 0.02, 0.1])
+    calls = steps or rng.randint(150, 400)
+    return Shape(
+        ranks=rng.randint(1, 4),
+        hosts=rng.randint(1, 3),
+        clients=clients,
+        threads=threads,
+        layout=KVLayout(1, 1, head_dim, BLOCK_TOKENS, dtype),
+        slots=256 if calm else rng.choice([2, 4, 8, 16, 32]),
+        file_slots=0,
+        lease_term_s=rng.choice([0.2, 1.0, 5.0]),
+        reserve_term_s=rng.choice([0.2, 1.0, 5.0]),
+        lasting_s=max(2.0, calls * think_s / (clients * threads)),
+        think_s=think_s,
+        delays=Delays(spike_share=0.05 if "slow network" in faults else 0.002, spike_s=0.3 if "slow network" in faults else 0.005),
+        faults=faults,
+        fault_every_s=0.0,
+    )
