@@ -41,6 +41,8 @@ RETRY_S = 0.5
 LOOK_S = 0.01
 PROBES_S = (0.5, 8.0)
 """Between the PINGs to a rank that does not answer: the first interval, and the longest."""
+DIAL_S = 0.1
+"""A thread that comes while another one dials waits for that; after so long the rank counts as one that is down."""
 _READ_SIZE = 256 * 1024
 
 
@@ -155,7 +157,8 @@ class Link:
             self._looked_s = now_s  # those who read its memory and send nothing would not notice its end
             self.look()
         if self._sock is None:
-            return now_s - self._dialled_s >= RETRY_S
+            since_s = now_s - self._dialled_s
+            return since_s >= RETRY_S or (since_s < DIAL_S and self._dialling.locked())
         self._consider()
         return self._sock is not None and self._open_since_s is None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtool.kv.store import Store
 from kvtool.pool.config import RankConfig
-from kvtool.pool.memory import SlotMemory
+from kvtool.pool.directory import segment_size
 from kvtool.pool.rank import Rank
 from kvtool.sim.sched import Process, Task
 from kvtool.sim.shape import Shape
@@ -106,7 +106,7 @@ class RankProcess:
             key="00" * 32,
             epoch=1,
             layout=asdict(shape.layout),
-            dram_size=SlotMemory.size(shape.slots, size),
+            dram_size=segment_size(shape.slots, size, shape.file_slots),
             file_size=0,
             lease_term_s=shape.lease_term_s,
             reserve_term_s=shape.reserve_term_s,
