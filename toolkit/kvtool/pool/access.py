@@ -121,8 +121,11 @@ class UcxDoor:
         with self._lock:
             self._closed = True
             reader, self._reader = self._reader, None
+            abandoned, self._abandoned = self._abandoned, []
         if reader is not None:
             reader.close()
+        for link, _ in abandoned:  # as if we had died: what is on its way arrives within the rank's settling time
+            link.end_writing()
 
 
 class Access:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtool.sim.client import ClientProcess
+from kvtool.sim.net import Delays
 from kvtool.sim.rank import RankProcess
 from kvtool.sim.sched import Process
 from kvtool.sim.shape import Shape
@@ -52,6 +53,7 @@ class Faults:
             process.dies_at_call = process.stops_at_call = None
             process.go_on()
         self.world.net.heal_all()
+        self.world.net.delays = Delays(spike_share=0.0)
 
     def _rank_dies(self) -> bool:
         living = [rank for rank in self.ranks if rank.lives]
@@ -94,7 +96,8 @@ class Faults:
         return True
 
     def _stream_breaks(self, only: int | None) -> bool:
-        streams = self.world.net.streams
+        """Between hosts: a Unix socket breaks only when one of its ends is closed."""
+        streams = [stream for stream in self.world.net.streams if len(set(stream.hosts)) == 2]
         if not streams:
             return False
         self.world.rng.choice(streams).break_off(only)

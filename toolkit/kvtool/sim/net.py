@@ -111,7 +111,7 @@ class Stream:
         self._held: list[tuple[int, bytes | None]] = []  # sent into a cut: (to which end, bytes or the end)
         self._last_s = [0.0, 0.0]
         self._cut_since_s: float | None = None
-        self.broken = False
+        self.broken = self.half_open = False
         net.streams.append(self)
 
     def send(self, to: int, data: bytes | None) -> None:
@@ -155,9 +155,12 @@ class Stream:
             self.break_off()
 
     def break_off(self, only: int | None = None) -> None:
-        """Both ends find it broken, or only one does (half open) until the other sends something."""
+        """Both ends find it broken, or only one does (half open) until the other sends something, or keepalive does."""
         if only is None:
             self.broken = True
+        else:
+            self.half_open = True
+            self.net.sched.at(KEEPALIVE_S, self.reset, 1 - only)
         self.net.sched.journal.log("break", f"stream {self.number}", "both" if only is None else f"end {only}")
         for at in (0, 1) if only is None else (only,):
             self.reset(at)
@@ -171,7 +174,7 @@ class Stream:
 
     def close(self, at: int) -> None:
         """One end closed its socket."""
-        if not self.broken:
+        if not (self.broken or self.half_open):
             self.send(1 - at, None)
         self._forget()
 
