@@ -6,16 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from kvtool.errors import PoolUnavailable
 from kvtool.kv.block import BlockKey
-from kvtool.pool.access import Access, UcxDoor
 from kvtool.pool.base import Outcome, Put
 from kvtool.pool.client import PoolClient
-from kvtool.pool.outside import Outside
-from kvtool.pool.state import PoolState, RankState
+from kvtool.pool.names import STATE
 from kvtool.sim.blocks import LENGTH, chains, content, short
 from kvtool.sim.oracles import Oracles
-from kvtool.sim.rank import STATE_FILE
 from kvtool.sim.sched import Process
 from kvtool.sim.shape import Shape
 from kvtool.sim.world import World
@@ -25,38 +21,14 @@ CALM_BUDGET_S = 5.0
 _T = TypeVar("_T")
 
 
-class PublishedPool(Outside):
-    """The pool as its state file tells; the rest of the outside is the real one, on stand-ins."""
-
-    def __init__(self, world: World, shape: Shape, path: str, name: str) -> None:
-        super().__init__(Path(STATE_FILE), shape.layout, path, name)
-        self._world, self._seen = world, 0
-        self._auto = path == "auto"
-
-    def now_s(self) -> float:
-        return self._world.look_at_clock()
-
-    def look(self) -> PoolState | None:
-        number, state = self._world.published.get(STATE_FILE, (0, None))
-        if state is None:
-            raise PoolUnavailable(f"{STATE_FILE}: no pool runs there")
-        if number == self._seen:
-            return None
-        self._seen = number
-        return state
-
-
-    def access(self, rank: RankState, key: bytes, door: UcxDoor, on_epoch: Callable[[int], None]) -> Access:
-        if self._auto:  # what the real one finds out by looking into /dev/shm
-            self._path = "shm" if rank.host == self._world.process.host else "ucx"
-        return super().access(rank, key, door, on_epoch)
-
-
 class ClientProcess:
     """One client. `ending` tells its threads to finish what they do and leave."""
 
-    def __init__(self, world: World, shape: Shape, oracles: Oracles, number: int, host: str, path: str) -> None:
+    def __init__(
+        self, world: World, shape: Shape, oracles: Oracles, number: int, host: str, path: str, run_dir: str
+    ) -> None:
         self.world, self.shape, self.oracles = world, shape, oracles
+        self._state_file = Path(run_dir, STATE)
         self.name, self.path = f"client{number}", path
         self.process: Process = world.sched.process(self.name, host)
         self.process.clock_offset_s = world.rng.uniform(0.0, 1000.0)
@@ -79,8 +51,7 @@ class ClientProcess:
         self._work()
 
     def _open(self) -> None:
-        outside = PublishedPool(self.world, self.shape, self.path, self.name)
-        self.pool = PoolClient(Path(STATE_FILE), self.shape.layout, path=self.path, client_name=self.name, outside=outside)
+        self.pool = PoolClient(self._state_file, self.shape.layout, path=self.path, client_name=self.name)
 
     def _work(self) -> None:
         self.running += 1

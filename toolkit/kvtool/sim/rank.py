@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from typing import Any
 
+from kvtool.errors import KvtoolError
 from kvtool.kv.store import Store
 from kvtool.pool.config import RankConfig
 from kvtool.pool.directory import segment_size
+from kvtool.pool.meeting import Joining
+from kvtool.pool.names import STATE
 from kvtool.pool.rank import Rank
+from kvtool.pool.state import RankState
 from kvtool.sim.sched import Process, Task
 from kvtool.sim.shape import Shape
 from kvtool.sim.world import World
+from kvtool.transfer.filehead import PAGE, page_up
 
-STATE_FILE = "/sim/pool.json"
 MPI_NOTICE_S = 0.1
 """When MPI tells the others of a death."""
 
@@ -29,19 +34,18 @@ class Watch:
         return {rank.number for rank in self._ranks if rank.died_s is not None and now_s - rank.died_s > MPI_NOTICE_S}
 
 
-class Communicator:
-    """The two things that a rank asks of MPI: who it is, and where everybody is, once."""
+class Together:
+    """A `pool.meeting.Meeting`: all ranks of a fresh pool, as `MpiMeeting` has them meet under one mpiexec."""
+
+    incarnation, alone = 1, False
 
     def __init__(self, world: World, ranks: list[RankProcess], number: int) -> None:
-        self._world, self._ranks, self._number = world, ranks, number
+        self._world, self._ranks, self.rank = world, ranks, number
+        self.watch: Any = Watch(ranks, world)
 
-    def Get_rank(self) -> int:  # noqa: N802  # its name in mpi4py
-        return self._number
-
-    def allgather(self, mine: Any) -> list[Any]:
-        me = self._ranks[self._number]
-        me.told = mine
-        me.gathering = self._world.sched.current
+    def meet(self, mine: RankState) -> list[RankState]:
+        me = self._ranks[self.rank]
+        me.told, me.gathering = mine, self._world.sched.current
         while any(rank.told is None for rank in self._ranks):
             self._world.sched.call()
             self._world.sched.park()
@@ -49,10 +53,7 @@ class Communicator:
             if rank.gathering is not None:
                 self._world.sched.wake(rank.gathering)
         me.gathering = None
-        return [rank.told for rank in self._ranks]
-
-    def watch(self) -> Watch:
-        return Watch(self._ranks, self._world)
+        return copy.deepcopy([rank.told for rank in self._ranks if rank.told is not None])
 
 
 class RankProcess:
@@ -63,7 +64,7 @@ class RankProcess:
         self.name = f"rank{number}"
         self.process: Process | None = None
         self.rank: Rank | None = None
-        self.told: Any = None
+        self.told: RankState | None = None
         self.gathering: Task | None = None
         self.died_s: float | None = None
 
@@ -75,7 +76,8 @@ class RankProcess:
     def store(self) -> Store | None:
         return self.rank.tiers.store if self.lives and self.rank is not None else None
 
-    def start(self, ranks: list[RankProcess]) -> None:
+    def start(self, ranks: list[RankProcess] | None = None) -> None:
+        """With all others at once, or (None) alone: again, or as a newcomer."""
         self.process = self.world.sched.process(self.name, self.host)
         self.process.clock_offset_s = self.world.rng.uniform(0.0, 1000.0)
         self.process.at_exit.append(self._died)
@@ -84,10 +86,19 @@ class RankProcess:
 
         def run() -> None:
             self.rank = None
-            rank = Rank(config, Communicator(self.world, ranks, self.number))
+            try:
+                meeting = Joining(config, self.number) if ranks is None else Together(self.world, ranks, self.number)
+                rank = Rank(config, meeting)
+            except KvtoolError as error:  # as `main` does
+                self.world.journal.log("not started", self.name, str(error)[:80])
+                self.world.journal.count("rank not started")
+                self.process.kill()
+                return
             self.rank = rank
             rank.run()
             rank.clean_up()
+            self.world.journal.log("ended", self.name)
+            self.process.kill()
 
         self.process.spawn(run, "main")
 
@@ -99,17 +110,21 @@ class RankProcess:
         size = shape.layout.block_size
         return RankConfig(
             run_dir=self._run_dir,
-            state_file=STATE_FILE,
+            state_file=f"{self._run_dir}/{STATE}",
             file_dir=self._run_dir,
             prefix=f"sim{self.world.seed % 2**32:08x}",
             name="sim",
             key="00" * 32,
-            epoch=1,
+            base=1,
             layout=asdict(shape.layout),
             dram_size=segment_size(shape.slots, size, shape.file_slots),
-            file_size=0,
+            file_size=(shape.file_slots + 1) * (PAGE + page_up(size)) if shape.file_slots else 0,
+            write=shape.write,
+            flush_s=5.0,
             lease_term_s=shape.lease_term_s,
             reserve_term_s=shape.reserve_term_s,
             ucx=True,
             host=self.host,
+            copies=shape.copies,
+            copy_rate=2.0**24,
         )

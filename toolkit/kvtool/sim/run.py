@@ -8,8 +8,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
+from kvtool.pool.names import CONFIG
 from kvtool.sim.blocks import chains
 from kvtool.sim.client import ClientProcess
 from kvtool.sim.faults import Faults
@@ -49,6 +51,7 @@ class Run:
     def __init__(self, seed: int, run_dir: str, steps: int | None = None) -> None:
         self.world = World(seed, shape_of(Random(seed), steps).delays)
         self.shape: Shape = shape_of(Random(seed), steps)
+        self._run_dir = run_dir
         self.oracles = Oracles(self.world, self.shape)
         hosts = [f"host{number}" for number in range(self.shape.hosts)]
         rng = self.world.rng
@@ -62,7 +65,8 @@ class Run:
         self.world.sched.after = self.oracles.stepped
 
     def _client(self, number: int, host: str) -> ClientProcess:
-        return ClientProcess(self.world, self.shape, self.oracles, number, host, self.world.rng.choice(["auto", "auto", "ucx"]))
+        path = self.world.rng.choice(["auto", "auto", "ucx"])
+        return ClientProcess(self.world, self.shape, self.oracles, number, host, path, self._run_dir)
 
     def play(self) -> None:
         """
@@ -129,7 +133,13 @@ def prepared() -> Iterator[str]:
 
 
 def run_seed(seed: int, run_dir: str, steps: int | None = None) -> Result:
-    """Inside `prepared()`."""
+    """Inside `prepared()`, whose directory `run_dir` is."""
+    with tempfile.TemporaryDirectory(dir=run_dir) as own_dir:
+        Path(own_dir, CONFIG).touch()
+        return _run_in(own_dir, seed, steps)
+
+
+def _run_in(run_dir: str, seed: int, steps: int | None) -> Result:
     run = Run(seed, run_dir, steps)
     world, broken, why = run.world, "", None
     enter(world)

@@ -35,7 +35,8 @@ class Shape:
     think_s: float
     delays: Delays
     faults: frozenset[str]
-    fault_every_s: float
+    write: str
+    copies: int
 
     @property
     def calm(self) -> bool:
@@ -64,5 +65,6 @@ def shape_of(rng: Random, steps: int | None = None) -> Shape:
         think_s=think_s,
         delays=Delays(spike_share=0.05 if "slow network" in faults else 0.002, spike_s=0.3 if "slow network" in faults else 0.005),
         faults=faults,
-        fault_every_s=0.0,
+        write="back",
+        copies=1,
     )

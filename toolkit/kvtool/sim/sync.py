@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import Empty
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtool.sim.sched import Scheduler, Task
 
@@ -226,6 +227,35 @@ class Thread:
             sched.park(None if until_s is None else until_s - sched.now_s)
 
 
+class VirtualFuture(Future[Any]):
+    """A `Future` whose `result` waits as a simulated thread does."""
+
+    here: ClassVar[Callable[[], Scheduler]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition(VirtualFuture.here, RLock(VirtualFuture.here))  # type: ignore[assignment]
+
+
+class SimpleQueue:
+    """A `queue.SimpleQueue`."""
+
+    def __init__(self, sched: Callable[[], Scheduler]) -> None:
+        self._items: deque[Any] = deque()
+        self._condition = Condition(sched, RLock(sched))
+
+    def put(self, item: Any) -> None:
+        with self._condition:
+            self._items.append(item)
+            self._condition.notify()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with self._condition:
+            if not self._condition.wait_for(lambda: bool(self._items), timeout if block else 0.0):
+                raise Empty
+            return self._items.popleft()
+
+
 class Executor:
     """A `ThreadPoolExecutor`: so many threads, first come first served."""
 
@@ -240,7 +270,7 @@ class Executor:
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future: Future[Any] = Future()
+        future = VirtualFuture()
         self._queue.append((future, lambda: call(*args, **kwargs)))
         if self._idle:
             self._sched().wake(self._idle.pop())

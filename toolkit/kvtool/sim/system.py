@@ -13,6 +13,7 @@ import importlib
 import mmap
 import os
 import pkgutil
+import queue
 import secrets
 import select
 import selectors
@@ -29,21 +30,23 @@ from typing import Any
 import kvtool.clock
 import kvtool.pool
 import kvtool.transfer
-from kvtool.pool import access, membership, rank, state
+from kvtool.pool import access, process, rank, state
+from kvtool.errors import Refused
+from kvtool.sim.disk import SimDisk
 from kvtool.sim.memory import Segment
 from kvtool.sim.net import Socket
 from kvtool.sim.onesided import Nixl
 from kvtool.sim.poll import EventFd, Poll, Selector
-from kvtool.sim.sync import Executor, Threads, wait_all
+from kvtool.sim.sync import Executor, SimpleQueue, Threads, VirtualFuture, wait_all
 from kvtool.sim.world import World, here
-from kvtool.transfer import nixl, peer, segment
+from kvtool.transfer import disk, nixl, peer, segment
 
 EVENTFD_FIRST = 1_000_000
 BOOT_S = 1.7e9
 STAGING_SIZE = 2**18
 POLL_S, PROGRESS_S = (20e-6, 2e-3), 0.01
 """Transfers are looked at less often than on a real network; here that costs virtual time only."""
-LEFT_OUT = ("launch", "rundir", "nixl", "keeper")
+LEFT_OUT = ("launch", "rundir", "nixl", "keeper", "keeping", "mpiwatch", "process")
 """Modules for those who start pools, and NIXL's door, whose stand-in is `onesided`."""
 
 
@@ -187,8 +190,34 @@ def _runs(pid: int, started: int) -> bool:
     return here().runs(pid)
 
 
-def _write_state(path: Path, found: state.PoolState) -> None:
-    here().publish(path, found)
+def _only_one(path: Path, rank: int) -> int:
+    holder = here().locks.get(str(path))
+    if holder is not None and not holder.dead:
+        raise Refused(f"rank {rank} runs already: another process holds {path}")
+    here().locks[str(path)] = here().process
+    return EVENTFD_FIRST
+
+
+def _unlink_prefix(prefix: str) -> list[str]:
+    names = Segment.names()
+    found = sorted(name for name in names if name.startswith(prefix))
+    for name in found:
+        del names[name]
+    return found
+
+
+def _wants_ucx(rank: state.RankState, path: str) -> bool:
+    if path == "auto":
+        return not (rank.host == here().process.host and rank.segment in Segment.names())
+    return path == "ucx"
+
+
+class _Queue(_Door):
+    _real = queue
+    LifoQueue = queue.LifoQueue  # asked without waiting only
+
+    def SimpleQueue(self) -> SimpleQueue:  # noqa: N802
+        return SimpleQueue(lambda: here().sched)
 
 
 def _threads() -> Threads:
@@ -197,6 +226,7 @@ def _threads() -> Threads:
 
 def _table() -> dict[int, Any]:
     threads = _threads()
+    real_write = state.write_state
     pairs: list[tuple[Any, Any]] = [
         (time, Time()),
         (time.monotonic, Time().monotonic),
@@ -219,10 +249,15 @@ def _table() -> dict[int, Any]:
         (concurrent.futures.ThreadPoolExecutor, _Executor),
         (concurrent.futures.wait, _wait),
         (segment.Segment, Segment),
-        (state.runs, _runs),
-        (state.started_at, lambda pid: pid),
-        (state.write_state, _write_state),
-        (membership.MpiWatch, lambda communicator: communicator.watch()),
+        (segment.unlink_prefix, _unlink_prefix),
+        (process.runs, _runs),
+        (process.started_at, lambda pid: pid),
+        (state.write_state, lambda path, found: here().publish(path, found, real_write)),
+        (rank._only_one, _only_one),
+        (disk.FileDisk, SimDisk),
+        (concurrent.futures.Future, VirtualFuture),
+        (queue.SimpleQueue, lambda: SimpleQueue(lambda: here().sched)),
+        (queue, _Queue()),
     ]
     return {id(real): stand_in for real, stand_in in pairs}
 
@@ -257,6 +292,9 @@ def installed() -> Iterator[None]:
     init = access.UcxDoor.__init__
     undo.append((init, "__defaults__", init.__defaults__))
     init.__defaults__ = (STAGING_SIZE,)
+    SimDisk.here, VirtualFuture.here = staticmethod(here), staticmethod(lambda: here().sched)
+    undo.append((access.Access, "wants_ucx", vars(access.Access)["wants_ucx"]))
+    setattr(access.Access, "wants_ucx", staticmethod(_wants_ucx))  # noqa: B010
     for holder, name, value in ((peer, "_WAIT_S", POLL_S), (rank, "UCX_PROGRESS_S", PROGRESS_S), (rank, "TICK_S", 1.0)):
         undo.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import os
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +28,9 @@ class World:
         self.handlers: dict[tuple[int, int], Any] = {}
         self.agents: dict[str, Agent] = {}
         self.kept: list[Any] = []
-        self.published: dict[str, tuple[int, PoolState]] = {}
+        self.locks: dict[str, Process] = {}
+        self.platters: dict[str, Any] = {}
+        self._writes = 0
 
     @property
     def process(self) -> Process:
@@ -46,11 +49,18 @@ class World:
     def runs(self, pid: int) -> bool:
         return any(process.pid == pid and not process.dead for process in self.sched.processes)
 
-    def publish(self, path: Path, state: PoolState) -> None:
-        """A state file, replaced whole."""
-        number = self.published[str(path)][0] if str(path) in self.published else 0
-        self.published[str(path)] = (number + 1, copy.deepcopy(state))
+    def publish(self, path: Path, state: PoolState, write: Callable[[Path, PoolState], None]) -> None:
+        """A state file, replaced whole. Its time says which one it is, as on a disk whose clock is fine enough."""
+        write(path, state)
+        self._writes += 1
+        os.utime(path, ns=(self._writes, self._writes))
         self.journal.log("publish", self.process.name, "epoch", state.epoch)
+
+    def platter(self, name: str, make: Callable[[], Any]) -> Any:
+        """The disk's file of that name."""
+        if name not in self.platters:
+            self.platters[name] = make()
+        return self.platters[name]
 
 
 _worlds: list[World] = []
