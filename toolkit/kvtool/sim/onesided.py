@@ -112,6 +112,7 @@ class Agent:
         self.backends = {"UCX": "UCX"}
         self.agent = self
         self.progressed_s = -1.0
+        self.address = 0
         self.writes: list[tuple[float, int, int]] = []
         """One-sided writes into this agent's memory: (when, address, size)."""
         world.agents[name] = self
@@ -182,8 +183,11 @@ class Nixl:
         return SimpleNamespace(nixlBind=self._bind)
 
     def pack(self, agent: str, address: int, size: int, ucx: bytes) -> bytes:
-        packed: bytes = msgpack.packb([agent, address, size, ucx])
+        self._here().agents[agent].address = address  # which is not the same in another run
+        packed: bytes = msgpack.packb([agent, size, ucx])
         return packed
 
     def unpack(self, raw: bytes) -> Metadata:
-        return Metadata(*msgpack.unpackb(raw))
+        agent, size, ucx = msgpack.unpackb(raw)
+        owner = self._here().agents.get(agent)
+        return Metadata(agent, owner.address if owner is not None else 0, size, ucx)

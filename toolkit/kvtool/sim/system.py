@@ -272,6 +272,28 @@ def modules() -> list[ModuleType]:
     return found
 
 
+def _functions(module: ModuleType, value: Any) -> Iterator[FunctionType]:
+    """`value`, or what it is made of, if it is `module`'s own."""
+    if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+        yield value
+    elif isinstance(value, type) and value.__module__ == module.__name__:
+        for member in vars(value).values():
+            found = getattr(member, "__func__", member)
+            if isinstance(found, FunctionType):
+                yield found
+
+
+def _put_defaults(function: FunctionType, table: dict[int, Any], undo: list[tuple[Any, str, Any]]) -> None:
+    """Stand-ins where the real door is an argument's default."""
+    defaults, named = function.__defaults__, function.__kwdefaults__
+    if defaults and any(id(default) in table for default in defaults):
+        undo.append((function, "__defaults__", defaults))
+        function.__defaults__ = tuple(table.get(id(default), default) for default in defaults)
+    if named and any(id(default) in table for default in named.values()):
+        undo.append((function, "__kwdefaults__", named))
+        function.__kwdefaults__ = {name: table.get(id(default), default) for name, default in named.items()}
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Stand-ins everywhere, for as many runs as one likes. Not for a process that does anything else meanwhile."""
@@ -285,10 +307,8 @@ def installed() -> Iterator[None]:
             if id(value) in table and not name.startswith("__"):
                 undo.append((module, name, value))
                 setattr(module, name, table[id(value)])
-            defaults = value.__defaults__ if isinstance(value, FunctionType) else None
-            if defaults and any(id(default) in table for default in defaults):
-                undo.append((value, "__defaults__", defaults))
-                value.__defaults__ = tuple(table.get(id(default), default) for default in defaults)
+            for function in _functions(module, value):
+                _put_defaults(function, table, undo)
     init = access.UcxDoor.__init__
     undo.append((init, "__defaults__", init.__defaults__))
     init.__defaults__ = (STAGING_SIZE,)
