@@ -31,7 +31,7 @@ COMMANDS = {
     "pool": Entry("kvtool.cli.pool:app", "Start, watch and stop a KV pool of its own."),
     "generate": Entry("kvtool.cli.generate:generate", "Send one prompt and stream the answer."),
     "chat": Entry("kvtool.cli.chat:chat", "Talk to a deployment, turn by turn."),
-    "sim": Entry("kvtool.cli.sim:SimGroup", "Replay traces on the rules that production runs."),
+    "sim": Entry("kvtool.cli.sim:SimGroup", "Try the rules that production runs, on traces and on troubles."),
     "bench": Entry("kvtool.cli.bench:BenchGroup", "Measure, side by side, with percentiles."),
 }
 
@@ -43,6 +43,7 @@ PIP_LINES = {
     "tritonclient": "pip install 'kvtool[serve]'",
     "grpc": "pip install 'kvtool[serve]'",
     "pytriton": "pip install 'kvtool[serve]'",
+    "greenlet": "pip install 'kvtool[sim]'",
     "mpi4py": "pip install 'kvtool[mpi]'",
     "nixl": "pip install 'kvtool[ucx]'",
     "nixl_cu13": "pip install 'kvtool[ucx]'",

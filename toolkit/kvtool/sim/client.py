@@ -56,7 +56,7 @@ class ClientProcess:
     def _work(self) -> None:
         self.running += 1
         rng, sched = self.world.rng, self.world.sched
-        while not self.ending:
+        while True:
             sched.call()
             sched.sleep(rng.expovariate(1 / self.shape.think_s))
             if self.ending:
@@ -143,7 +143,9 @@ class ClientProcess:
                 self.oracles.served(self, block.key, copy, block)
         missed = sorted(f"{count - misses.get(why, 0)} {why}" for why, count in pool.counts().misses.items())
         missed = [miss for miss in missed if not miss.startswith("0 ")]
-        self.world.journal.log("read", self.name, short(keys[-1]), len(keys), "whole", whole, "of", len(found.blocks), *missed)
+        self.world.journal.log(
+            "read", self.name, short(keys[-1]), len(keys), "whole", whole, "of", len(found.blocks), *missed
+        )
         if whole < len(found.blocks):
             self.world.journal.count("client: read outlived its lease")
         return whole

@@ -86,7 +86,7 @@ class SimDisk:
         return str(self._path)
 
     def size(self) -> int:
-        return self._platter.size
+        return int(self._platter.size)
 
     def allocate(self, size: int) -> None:
         platter = self._platter
@@ -98,8 +98,7 @@ class SimDisk:
     def preadv(self, views: list[memoryview], at: int) -> int:
         self._operation()
         self._may_fail("read")
-        total = sum(view.nbytes for view in views)
-        total = max(0, min(total, self._platter.size - at))
+        total = max(0, min(sum(view.nbytes for view in views), self.size() - at))
         number, left = at // PAGE, total
         for view in views:
             flat, done = view.cast("B"), 0
@@ -163,5 +162,3 @@ class SimDisk:
         if self._world.sched.now_s < self._platter.failing_until_s and self._world.rng.random() < 0.5:
             self._world.journal.count(f"disk: failed {what}")
             raise OSError(errno.EIO, "Input/output error")
-
-

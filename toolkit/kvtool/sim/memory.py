@@ -45,4 +45,4 @@ class Segment:
         return True  # views of it may be alive; the memory goes with the last of them
 
     def unlink(self) -> None:
-        self.names().pop(self.name, None)
+        type(self).names().pop(self.name, None)

@@ -8,6 +8,7 @@ is an error. Pieces make torn reads and late writes possible, which is what chec
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class Transfer:
         self._pieces: list[tuple[int, int, int]] = []
         for local, remote, size in moves:
             cuts = sorted({0, size, *(rng.randrange(size) for _ in range(rng.randint(0, PIECES_MAX - 1)))})
-            self._pieces += [(local + a, remote + a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+            self._pieces += [(local + a, remote + a, b - a) for a, b in itertools.pairwise(cuts)]
         if rng.random() < 0.3:
             rng.shuffle(self._pieces)
 
@@ -126,7 +127,7 @@ class Agent:
     def get_agent_metadata(self) -> bytes:
         return self.name.encode()
 
-    def getNotifs(self, notes: Any, handles: Any) -> None:  # noqa: N802
+    def getNotifs(self, notes: Any, handles: Any) -> None:
         self.progressed_s = self.world.sched.now_s
 
     def makes_progress(self) -> bool:

@@ -131,7 +131,7 @@ class Oracles:
             raise Broken(f"unbounded wait: {what} took {took_s:.3f} s of a budget of {budget_s} s")
 
     def put(self, client: ClientProcess, key: BlockKey, result: PutResult, transient_s: float | None) -> None:
-        self.world.journal.count(f"put {result.outcome.value} {result.reason[:48]}")
+        self.world.journal.count(f"put {result.outcome.value}")
         if result.outcome in (Outcome.REFUSED, Outcome.FAILED) and not result.reason:
             raise Broken(f"silent refusal: {client.name} was not told why {short(key)} was {result.outcome.value}")
         if self.shape.calm and result.outcome not in (Outcome.STORED, Outcome.DUPLICATE):

@@ -77,7 +77,9 @@ class Selector:
         task = sched.call()
         until_s = None if timeout is None else sched.now_s + max(0.0, timeout)
         while True:
-            found = [(key, got) for key in self._keys.values() if (got := self._pollable(key.fileobj).ready(key.events))]
+            found = [
+                (key, got) for key in self._keys.values() if (got := self._pollable(key.fileobj).ready(key.events))
+            ]
             left_s = None if until_s is None else until_s - sched.now_s
             if found or (left_s is not None and left_s <= 0):
                 return found

@@ -82,7 +82,7 @@ class RankProcess:
         self.process.clock_offset_s = self.world.rng.uniform(0.0, 1000.0)
         self.process.at_exit.append(self._died)
         self.died_s = None
-        config = self._config()
+        config, process = self._config(), self.process
 
         def run() -> None:
             self.rank = None
@@ -92,13 +92,13 @@ class RankProcess:
             except KvtoolError as error:  # as `main` does
                 self.world.journal.log("not started", self.name, str(error)[:80])
                 self.world.journal.count("rank not started")
-                self.process.kill()
+                process.kill()
                 return
             self.rank = rank
             rank.run()
             rank.clean_up()
             self.world.journal.log("ended", self.name)
-            self.process.kill()
+            process.kill()
 
         self.process.spawn(run, "main")
 

@@ -42,7 +42,7 @@ class Result:
     counts: Counter[str]
     broken: str = ""
     tail: list[str] = field(default_factory=list)
-    error: Exception | None = None
+    """The last events, or all, if they were asked for."""
 
 
 class Run:
@@ -132,26 +132,28 @@ def prepared() -> Iterator[str]:
             log.setLevel(level)
 
 
-def run_seed(seed: int, run_dir: str, steps: int | None = None) -> Result:
-    """Inside `prepared()`, whose directory `run_dir` is."""
+def run_seed(seed: int, run_dir: str, steps: int | None = None, every_line: bool = False) -> Result:
+    """Inside `prepared()`, whose directory `run_dir` is. `every_line`: keep the whole journal."""
     with tempfile.TemporaryDirectory(dir=run_dir) as own_dir:
         Path(own_dir, CONFIG).touch()
-        return _run_in(own_dir, seed, steps)
+        return _run_in(own_dir, seed, steps, every_line)
 
 
-def _run_in(run_dir: str, seed: int, steps: int | None) -> Result:
+def _run_in(run_dir: str, seed: int, steps: int | None, every_line: bool) -> Result:
     run = Run(seed, run_dir, steps)
-    world, broken, why = run.world, "", None
+    if every_line:
+        run.world.journal.keep_all()
+    world, broken = run.world, ""
     enter(world)
     try:
         run.play()
     except Broken as error:
-        broken, why = str(error), error
+        broken = str(error)
         world.journal.log("broken", "oracle", broken)
     finally:
         world.sched.close()
         leave()
     journal = world.journal
     calls = sum(client.calls for client in run.clients)
-    tail = list(journal.tail) if broken else []
-    return Result(seed, journal.digest, journal.lines, world.sched.now_s, calls, journal.counts, broken, tail, why)
+    tail = list(journal.tail) if broken or every_line else []
+    return Result(seed, journal.digest, journal.lines, world.sched.now_s, calls, journal.counts, broken, tail)

@@ -1,7 +1,7 @@
-"""What a seed makes of a run: how large a pool, which clients, and which faults are on (swarm testing: not all at once).
+"""What a seed makes of a run: how large a pool, which clients, and which faults are on.
 
-After Groce et al., "Swarm Testing" (ISSTA 2012): runs that leave out some kinds of fault find what all kinds together
-hide.
+Not all at once: runs that leave out some kinds of fault find what all kinds together hide. After Groce et al., "Swarm
+Testing" (ISSTA 2012).
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def shape_of(rng: Random, steps: int | None = None) -> Shape:
         reserve_term_s=rng.choice([0.2, 1.0, 5.0]),
         lasting_s=max(2.0, calls * think_s / (clients * threads)),
         think_s=think_s,
-        delays=Delays(spike_share=0.05 if "slow network" in faults else 0.002, spike_s=0.3 if "slow network" in faults else 0.005),
+        delays=Delays(
+            spike_share=0.05 if "slow network" in faults else 0.002, spike_s=0.3 if "slow network" in faults else 0.005
+        ),
         faults=faults,
         write="back",
         copies=1,

@@ -24,19 +24,19 @@ class Threads:
     def __init__(self, sched: Callable[[], Scheduler]) -> None:
         self._sched = sched
 
-    def Lock(self) -> Lock:  # noqa: N802  # its name in the library
+    def Lock(self) -> Lock:  # its name in the library
         return Lock(self._sched)
 
-    def RLock(self) -> RLock:  # noqa: N802
+    def RLock(self) -> RLock:
         return RLock(self._sched)
 
-    def Condition(self, lock: Lock | RLock | None = None) -> Condition:  # noqa: N802
+    def Condition(self, lock: AnyLock | None = None) -> Condition:
         return Condition(self._sched, lock or RLock(self._sched))
 
-    def Event(self) -> Event:  # noqa: N802
+    def Event(self) -> Event:
         return Event(self._sched)
 
-    def Thread(  # noqa: N802
+    def Thread(
         self,
         group: None = None,
         target: Callable[..., Any] | None = None,
@@ -54,6 +54,8 @@ class Threads:
 
 
 class Lock:
+    """A `threading.Lock`."""
+
     def __init__(self, sched: Callable[[], Scheduler]) -> None:
         self._sched = sched
         self._owner: Task | None = None
@@ -75,12 +77,12 @@ class Lock:
         if not blocking or timeout == 0:
             return False
         until_s = None if timeout < 0 else sched.now_s + timeout
-        while self._taken:
+        while self.locked():
             self._waiting.append(task)
             woken = sched.park(None if until_s is None else max(0.0, until_s - sched.now_s))
             if task in self._waiting:
                 self._waiting.remove(task)
-            if not woken and self._taken and until_s is not None and sched.now_s >= until_s:
+            if not woken and self.locked() and until_s is not None and sched.now_s >= until_s:
                 return False
         self._taken, self._owner = True, task
         return True
@@ -120,6 +122,9 @@ class RLock(Lock):
         self._depth -= 1
         if self._depth == 0:
             super().release()
+
+
+AnyLock = Lock | RLock
 
 
 class Condition:

@@ -30,15 +30,15 @@ from typing import Any
 import kvtool.clock
 import kvtool.pool
 import kvtool.transfer
-from kvtool.pool import access, process, rank, state
 from kvtool.errors import Refused
+from kvtool.pool import access, process, rank, state
 from kvtool.sim.disk import SimDisk
 from kvtool.sim.memory import Segment
 from kvtool.sim.net import Socket
 from kvtool.sim.onesided import Nixl
 from kvtool.sim.poll import EventFd, Poll, Selector
 from kvtool.sim.sync import Executor, SimpleQueue, Threads, VirtualFuture, wait_all
-from kvtool.sim.world import World, here
+from kvtool.sim.world import here
 from kvtool.transfer import disk, nixl, peer, segment
 
 EVENTFD_FIRST = 1_000_000
@@ -103,7 +103,7 @@ class Select(_Door):
 class Selectors(_Door):
     _real = selectors
 
-    def DefaultSelector(self) -> Selector:  # noqa: N802
+    def DefaultSelector(self) -> Selector:
         return Selector(lambda: here().sched, here().counters)
 
 
@@ -216,7 +216,7 @@ class _Queue(_Door):
     _real = queue
     LifoQueue = queue.LifoQueue  # asked without waiting only
 
-    def SimpleQueue(self) -> SimpleQueue:  # noqa: N802
+    def SimpleQueue(self) -> SimpleQueue:
         return SimpleQueue(lambda: here().sched)
 
 
@@ -323,5 +323,3 @@ def installed() -> Iterator[None]:
     finally:
         for holder, name, value in reversed(undo):
             setattr(holder, name, value)
-
-

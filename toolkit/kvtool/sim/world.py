@@ -9,11 +9,11 @@ from random import Random
 from typing import Any
 
 from kvtool.pool.state import PoolState
+from kvtool.sim.journal import Journal
 from kvtool.sim.net import Delays, Network
 from kvtool.sim.onesided import Agent
 from kvtool.sim.poll import EventFd
 from kvtool.sim.sched import LOOK_S, Process, Scheduler
-from kvtool.sim.journal import Journal
 
 
 class World:
