@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.kv.store import Store
-from kvtool.pool.config import RankConfig
+from kvtool.pool.config import PoolConfig, RankConfig
 from kvtool.pool.directory import segment_size
 from kvtool.pool.meeting import Joining
 from kvtool.pool.names import STATE
@@ -108,23 +108,26 @@ class RankProcess:
     def _config(self) -> RankConfig:
         shape = self.shape
         size = shape.layout.block_size
-        return RankConfig(
-            run_dir=self._run_dir,
-            state_file=f"{self._run_dir}/{STATE}",
-            file_dir=self._run_dir,
-            prefix=f"sim{self.world.seed % 2**32:08x}",
-            name="sim",
-            key="00" * 32,
-            base=1,
-            layout=asdict(shape.layout),
-            dram_size=segment_size(shape.slots, size, shape.file_slots),
-            file_size=(shape.file_slots + 1) * (PAGE + page_up(size)) if shape.file_slots else 0,
-            write=shape.write,
-            flush_s=5.0,
-            lease_term_s=shape.lease_term_s,
-            reserve_term_s=shape.reserve_term_s,
-            ucx=True,
-            host=self.host,
-            copies=shape.copies,
-            copy_rate=2.0**24,
-        )
+        given: dict[str, Any] = {
+            "run_dir": self._run_dir,
+            "state_file": f"{self._run_dir}/{STATE}",
+            "file_dir": self._run_dir,
+            "prefix": f"sim{self.world.seed % 2**32:08x}",
+            "name": "sim",
+            "key": "00" * 32,
+            "base": 1,
+            "layout": asdict(shape.layout),
+            "dram_size": segment_size(shape.slots, size, shape.file_slots),
+            "file_size": (shape.file_slots + 1) * (PAGE + page_up(size)) if shape.file_slots else 0,
+            "write": shape.write,
+            "flush_s": 5.0,
+            "lease_term_s": shape.lease_term_s,
+            "reserve_term_s": shape.reserve_term_s,
+            "ucx": True,
+            "host": self.host,
+            "copies": shape.copies,
+            "copy_rate": 2.0**24,
+        }
+        usual = PoolConfig(shape.layout)
+        rest = {f.name: getattr(usual, f.name) for f in fields(RankConfig) if f.name not in given}
+        return RankConfig(**given, **rest)
