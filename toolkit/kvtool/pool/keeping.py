@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtool.errors import PoolUnavailable
-from kvtool.pool.names import KEEPER, LOG, WANTED
-from kvtool.pool.rundir import pool_runs, read_json
+from kvtool.pool.names import CONFIG, KEEPER, LOG, STATE, WANTED
+from kvtool.pool.rundir import read_json
 from kvtool.pool.state import runs, started_at, write_private
 
 START_S = 10.0
@@ -50,14 +50,14 @@ def want(run_dir: Path, ranks: list[int]) -> None:
 
 
 def attach_keeper(run_dir: Path) -> bool:
-    """Leave a keeper behind for the pool that runs in `run_dir`, unless one is there that has not given up any rank.
-    Whether it was missing.
+    """Leave a keeper behind for the pool of `run_dir`, unless one is there that has not given up any rank. Whether it
+    was missing. If no rank is left of a pool that nobody took down, the keeper starts all of them.
 
     Raises:
         PoolUnavailable: no pool runs there, or the keeper does not start.
     """
     run_dir = run_dir.absolute()
-    if not pool_runs(run_dir):
+    if not all((run_dir / name).exists() for name in (CONFIG, STATE)):
         raise PoolUnavailable(f"no pool runs in {run_dir}; start one with: kvtool pool up")
     status = keeper_status(run_dir)
     if status.runs and not status.given_up:

@@ -216,6 +216,7 @@ class Membership:
             found = self._file.stat()
             self._stamp = (found.st_mtime_ns, found.st_ino)
         except OSError as error:
+            self._stamp = None
             log.warning("state file not written why=%r", str(error))
 
     # How
