@@ -13,6 +13,9 @@ from blocks import LAYOUT, payload, puts
 
 from kvtool.pool.client import PoolClient
 
+PACE_S = 0.002
+"""Between two calls of a thread: a pool that answers misses at once must not keep the machine busy."""
+
 
 class Load:
     """What `threads` clients saw. `wrong` and `errors` must stay empty; `slowest_s` is that of one call."""
@@ -30,7 +33,7 @@ class Load:
     def _run(self, rng: Random) -> None:
         client = PoolClient(self._file, LAYOUT, client_name="load")
         try:
-            while not self._stop.is_set():
+            while not self._stop.wait(PACE_S):
                 start = rng.randrange(len(self._keys))
                 keys = self._keys[start : start + rng.randrange(1, 9)]
                 began_s = time.monotonic()
