@@ -61,6 +61,7 @@ class AioDriver:
         self._now_s = now_s
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
+        self.inline_max = INLINE_MAX
 
     async def reach(self, access: Access, deadline_s: float) -> Path | None:
         link = access.link
@@ -102,7 +103,7 @@ class AioDriver:
             await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def work(self, size: int, job: Callable[[], _T]) -> _T:
-        return job() if size <= INLINE_MAX else await self._thread(job)
+        return job() if size <= self.inline_max else await self._thread(job)
 
     async def _thread(self, job: Callable[[], _T]) -> _T:
         if self._closed:
