@@ -9,7 +9,7 @@ import time
 
 import pytest
 from blocks import KEYS, LAYOUT, payload, puts, room_for
-from watching import clean, keys_of, until
+from watching import clean, keys_of, slot_of, until
 
 from kvtool.pool import Cancel, PoolClient, connect
 from kvtool.pool.base import Outcome, Tier
@@ -17,6 +17,7 @@ from kvtool.pool.config import PoolConfig
 from kvtool.pool.launch import start_pool, stop_pool
 from kvtool.pool.link import Link
 from kvtool.pool.pace import Pace
+from kvtool.pool.state import read_state
 
 pytestmark = pytest.mark.real
 
@@ -242,6 +243,35 @@ def test_ten_thousand_blocks_are_read_in_parts_under_a_lease_of_one_second(tmp_p
             assert client.counts().misses["too_long"] == count - 2000
     finally:
         stop_pool(handle.run_dir)
+
+
+@pytest.mark.parametrize("path", ["shm", "socket"])
+def test_a_flipped_bit_is_a_miss_of_that_block_and_told_to_its_rank(pool, path):
+    keys = [b"flip" + path[:3].encode() + key[7:] for key in KEYS[:8]]
+    with connect(pool.run_dir, path=path) as client:
+        client.write(puts(keys))
+        for key in keys[3:5]:
+            found = [slot_of(read_state(pool.state_file), rank, key) for rank in range(2)]
+            ((memory, slot),) = [(memory, slot) for memory, slot in found if slot is not None]
+            memory.slot(slot, SIZE)[77] ^= 0x04
+        buffers = room(8)
+        result = client.get_into(keys, buffers)
+        assert result.count == 3 and result.blocks[3].reason == "corrupt"
+        result = client.get_into(keys, buffers, leading=False)
+        assert [got.hit for got in result.blocks] == [True] * 3 + [False] * 2 + [True] * 3
+        until(lambda: client.exists(keys) == [True] * 3 + [False] * 2 + [True] * 3, 1, "both are forgotten")
+        assert client.counts().misses["corrupt"] >= 1
+    until(lambda: clean(pool.run_dir), 3, "nothing is held")
+
+
+def test_a_get_of_more_than_memory_holds_goes_on_through_the_files(pool, client):
+    assert {r.outcome for r in client.write(puts(KEYS[:300]), 20)} <= {Outcome.STORED, Outcome.DUPLICATE}
+    buffers = room(300)
+    result = client.get_into(KEYS[:300], buffers, 20)
+    assert result.count == 300, (result.count, result.blocks[result.count])
+    assert [bytes(buffer) for buffer in buffers] == [payload(key) for key in KEYS[:300]]
+    assert {got.tier for got in result.blocks} >= {Tier.FILE}
+    assert client.get_into(KEYS[:300], buffers, 20, leading=False).hits == 300
 
 
 def test_a_slow_file_tier_is_not_waited_for_again_and_again(client, pool):

@@ -130,6 +130,12 @@ def test_what_is_no_buffer_is_refused_with_the_words(any_pool):
         any_pool.put_from(KEYS[:1], [np.zeros(64)[::2]])
 
 
+def test_what_is_no_key_is_refused_before_anything_is_sent(any_pool):
+    with pytest.raises(ValueError, match="32 bytes, found one of 5"):
+        any_pool.put_from([KEYS[0], b"short"], room(2))
+    assert any_pool.exists(KEYS[:1]) in ([True], [False])
+
+
 def test_a_put_without_bytes_is_refused_and_holds_nothing(any_pool):
     (key,) = fresh(1)
     with pytest.raises(ValueError, match="found neither"):

@@ -47,6 +47,7 @@ from kvtool.pool.memory import SlotMemory
 from kvtool.pool.reading import Counting, Held, Placed, PoolRead
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.verbs import Verbs, lengths_match
+from kvtool.pool.wire import join_keys
 from kvtool.transfer.checksum import checksum
 
 RECHECK_S = 0.02
@@ -232,6 +233,7 @@ class EmbeddedPool(Verbs):
         self, blocks: Sequence[Put], budget_s: float = 2.0, *, cancel: Cancelling | None = None
     ) -> list[PutResult]:
         until_s = time.monotonic() + budget_s
+        join_keys([block.key for block in blocks])
         results: list[PutResult] = []
         for at in range(0, len(blocks), BATCH):
             some = blocks[at : at + BATCH]

@@ -247,6 +247,18 @@ def split_keys(body: Body, at: int = 0) -> list[BlockKey]:
     return [raw[i : i + KEY_SIZE] for i in range(at, len(raw), KEY_SIZE)]
 
 
+def join_keys(keys: Sequence[BlockKey]) -> bytes:
+    """
+    Raises:
+        ValueError: something else than keys.
+    """
+    joined = b"".join(keys)
+    if len(joined) != KEY_SIZE * len(keys):
+        wrong = next(len(key) for key in keys if len(key) != KEY_SIZE)
+        raise ValueError(f"wanted block keys of {KEY_SIZE} bytes, found one of {wrong}")
+    return joined
+
+
 def pack_count(count: int) -> bytes:
     return _COUNT.pack(count)
 
@@ -259,7 +271,7 @@ def unpack_count(body: Body) -> int:
 
 
 def pack_lookup(number: int, wait_s: float, keys: Sequence[BlockKey]) -> bytes:
-    return _LOOKUP.pack(number, _milliseconds(wait_s), len(keys)) + b"".join(keys)
+    return _LOOKUP.pack(number, _milliseconds(wait_s), len(keys)) + join_keys(keys)
 
 
 def unpack_lookup(body: Body) -> tuple[int, float, list[BlockKey]]:
