@@ -404,7 +404,7 @@ class Calls:
 
 
 def _keys(part: Part) -> bytes:
-    return wire.join_keys(part.keys)
+    return b"".join(part.keys)
 
 
 def _take_count(part: Part, body: bytes) -> tuple[Sequence[int], str]:

@@ -61,7 +61,6 @@ class Putting:
         self._answers_by_s = deadline_s
 
     async def run(self) -> list[PutResult]:
-        wire.join_keys([block.key for block in self._blocks])
         self._door.look_after()
         for at in range(0, len(self._blocks), BATCH):
             left = list(range(at, min(at + BATCH, len(self._blocks))))

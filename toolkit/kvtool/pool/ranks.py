@@ -19,6 +19,7 @@ from kvtool.pool.access import Access, UcxDoor
 from kvtool.pool.hints import Hints
 from kvtool.pool.outside import Outside
 from kvtool.pool.state import PoolState
+from kvtool.pool.wire import join_keys
 
 log = logging.getLogger("kvtool.pool")
 
@@ -189,6 +190,11 @@ class Route:
     def __init__(
         self, ranks: Ranks, keys: Sequence[BlockKey], at: int | str | None = None, reading: bool = True
     ) -> None:
+        """
+        Raises:
+            ValueError: something among `keys` is no key.
+        """
+        join_keys(keys)
         self._orders: list[list[Access]] | None = None
         self._turns: list[int] = []
         self._first: list[Share] = []

@@ -271,7 +271,7 @@ def unpack_count(body: Body) -> int:
 
 
 def pack_lookup(number: int, wait_s: float, keys: Sequence[BlockKey]) -> bytes:
-    return _LOOKUP.pack(number, _milliseconds(wait_s), len(keys)) + join_keys(keys)
+    return _LOOKUP.pack(number, _milliseconds(wait_s), len(keys)) + b"".join(keys)
 
 
 def unpack_lookup(body: Body) -> tuple[int, float, list[BlockKey]]:
