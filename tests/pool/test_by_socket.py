@@ -309,6 +309,16 @@ def test_buffers_are_filled_in_place_and_a_corrupt_block_is_a_miss(lone, client)
     until(lambda: quiet(lone), 3, "nothing stays held")
 
 
+def test_misses_cost_no_data_connection(lone, client):
+    client.write(puts(KEYS[:2]))
+    for _ in range(5):
+        client.read(KEYS[50:52]).release()
+        client.read(KEYS[:4]).release()
+    until(lambda: quiet(lone), 3, "nothing stays held")
+    assert lone.do(lambda: lone.service.lanes.counts) == {"sent": 5, "received": 1, "broken": 0}
+    assert lone.do(lambda: len(lone.service.lanes)) == 1 and lone.do(lambda: lone.loop._owners) == 2
+
+
 def test_data_connections_are_counted_and_the_dead_ones_make_room(lone, raw):
     socks = [lane_of(lone, raw.session.data, raw.owner)[0] for _ in range(data_module.CLIENT_LANES_MAX)]
     with pytest.raises(Refused, match="has them all"):

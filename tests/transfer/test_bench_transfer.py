@@ -17,11 +17,12 @@ def test_every_path_is_measured_beside_its_yardstick(tmp_path, capsys):
     said: list[str] = []
     rows = measure(64 * 1024, (1, 4), 3, tmp_path, said.append)
     paths = [row.path for row in rows if row.blocks == 4]
-    assert len(rows) == 12 and [path.split(",")[0] for path in paths] == [
-        "shm get", "shm put", "UCX read", "UCX read", "file read", "file write",
+    assert len(rows) == 20 and [path.split(",")[0] for path in paths] == [
+        "shm get", "shm put", "TCP get", "TCP put", "Unix socket get", "Unix socket put", "UCX read", "UCX read",
+        "file read", "file write",
     ], said  # fmt: skip
     assert all(0 < row.rate_ratio.low <= row.rate_ratio.median <= row.rate_ratio.high for row in rows)
-    assert len({json.dumps(row.to_json()) for row in rows}) == 12
+    assert len({json.dumps(row.to_json()) for row in rows}) == 20
     assert not list(tmp_path.iterdir()) and not list(Path("/dev/shm").glob("kvtool-bench-*"))
 
 

@@ -12,7 +12,7 @@ Cheriton, "Leases" (SOSP 1989), section 2.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvtool.errors import LeaseLapsed
@@ -73,10 +73,10 @@ class LeaseTable:
             lease.lapses_at_s = now_s + self.term_s
             heapq.heappush(self._due, (lease.lapses_at_s, lease.read))
 
-    def told(self, read: ReadId, slot: int) -> int | None:
-        """How many bytes of `slot` this read may have; None when its lease is over, or never was."""
+    def told(self, read: ReadId) -> Mapping[int, int]:
+        """Slot -> length of what this read may have sent to it, in order; empty when its lease is over."""
         lease = self._leases.get(read)
-        return None if lease is None else lease.told.get(slot)
+        return {} if lease is None else lease.told
 
     def held(self, slot: int) -> bool:
         """Whether a lease is on `slot`. A lease that lapsed still counts until `expire` has run: never too early."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import Missing, Unavailable
+from kvtool.measure import by_socket
 from kvtool.measure.stats import Ratio, Summary, ratio, summarise
 from kvtool.transfer.checksum import copy_checksum
 from kvtool.transfer.files import BlockFile
@@ -64,7 +65,7 @@ def measure(
     """
     rows: list[Row] = []
     blocks = max(batches)
-    for path in (_shm_get, _shm_put, _ucx, _ucx_tcp, _file_read, _file_write):
+    for path in (_shm_get, _shm_put, _tcp_get, _tcp_put, _unix_get, _unix_put, _ucx, _ucx_tcp, _file_read, _file_write):
         try:
             with path(block_size, blocks, directory) as (name, yardstick, ours, theirs):
                 say(f"{name} beside {yardstick}")
@@ -213,6 +214,40 @@ def _ucx(block_size: int, blocks: int, _: Path | None, transports: str | None = 
 
 def _ucx_tcp(block_size: int, blocks: int, directory: Path | None) -> Any:
     return _ucx(block_size, blocks, directory, "tcp,self")
+
+
+@contextmanager
+def _by_socket(block_size: int, blocks: int, far: bool, putting: bool) -> Iterator[Path4]:
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> _Peer:
+            peer = _Peer(*arguments)
+            stack.callback(peer.close)
+            return peer
+
+        source = _fresh(SETS * blocks * block_size)
+        ours, theirs = stack.enter_context(by_socket.sides(start, source, block_size, blocks, SETS, far))
+        name = f"{'TCP' if far else 'Unix socket'} {'put' if putting else 'get'}"
+        if putting:
+            yield name, "loopback socket", ours.put, theirs.put
+        else:
+            yield name, "loopback socket", ours.get, theirs.get
+
+
+def _tcp_get(block_size: int, blocks: int, _: Path | None) -> Any:
+    return _by_socket(block_size, blocks, far=True, putting=False)
+
+
+def _tcp_put(block_size: int, blocks: int, _: Path | None) -> Any:
+    return _by_socket(block_size, blocks, far=True, putting=True)
+
+
+def _unix_get(block_size: int, blocks: int, _: Path | None) -> Any:
+    return _by_socket(block_size, blocks, far=False, putting=False)
+
+
+def _unix_put(block_size: int, blocks: int, _: Path | None) -> Any:
+    return _by_socket(block_size, blocks, far=False, putting=True)
 
 
 @contextmanager

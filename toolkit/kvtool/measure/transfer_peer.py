@@ -1,8 +1,8 @@
 """The other processes of the transfer benchmark: `python -m kvtool.measure.transfer_peer ROLE ...`.
 
 `owner SIZE` shares memory over UCX, `reader METADATA SLOT_SIZE SLOTS` reads it, `sender SIZE` serves a plain loopback
-socket. Each prints one line when it is up and ends when its stdin closes. A reader of its own, because UCX takes its
-transports from the environment once per process.
+socket; `rank` and `plain` are those of `by_socket`. Each prints one line when it is up, and ends when its stdin closes.
+A reader of its own, because UCX takes its transports from the environment once per process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import select
 import socket
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
+
+from kvtool.measure import by_socket
 
 PATIENCE_S = 60.0
 
@@ -65,3 +68,7 @@ if __name__ == "__main__":
             reader(bytes.fromhex(metadata), int(slot_size), int(slots))
         case ["sender", size]:
             sender(int(size))
+        case ["rank", directory, block_size, slots]:
+            by_socket.rank(Path(directory), int(block_size), int(slots))
+        case ["plain", block_size, blocks]:
+            by_socket.plain(int(block_size), int(blocks))

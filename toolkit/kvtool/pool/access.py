@@ -41,6 +41,7 @@ UCX_SETTLE_S = 2.0
 """What was sent before a UCX transfer failed may still be in the rank's sockets for so long."""
 STAGING_SIZE = 128 * 2**20
 STAGING_BLOCKS_MIN = 16
+AT_ONCE_SIZE = 8 * 2**20
 PREFAULT_MAX = 2**30
 """Larger segments are faulted in aside: the first call has a budget too."""
 
@@ -153,6 +154,8 @@ class Access:
         self.peer = f"{state.identity}:{state.pid}:{state.started}"
         self._layout, self._wanted, self._door = layout, path, door
         self.lanes = Lanes(lambda deadline_s: link.lane(deadline_s))
+        self.at_once = max(1, AT_ONCE_SIZE // layout.block_size)
+        """Blocks that are sent by socket with the answer to a lookup; more are asked for when it is here."""
         self._segments: list[Segment] = []
         self._writable: SlotMemory | None = None
         self._lock = threading.Lock()

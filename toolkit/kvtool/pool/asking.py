@@ -12,6 +12,7 @@ other is undone when it comes.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from kvtool.errors import KvtoolError
 from kvtool.kv.block import BlockKey
 from kvtool.pool import wire
 from kvtool.pool.access import Access
-from kvtool.pool.base import Cancelling
+from kvtool.pool.base import Cancelling, Path
 from kvtool.pool.driver import Asked, Driver
+from kvtool.pool.lane import Lane
 from kvtool.pool.link import RankSlow
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.ranks import Ranks, Route, Share
@@ -43,6 +45,13 @@ class Part:
     found: Found | None = None
     at: Sequence[int] = ()
     names: Sequence[BlockKey] = ()
+    lane: Lane | None = None
+    """Where all its blocks come by socket, without a lease."""
+
+    def give_lane(self) -> None:
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            self.access.lanes.give(lane)
 
     @property
     def asked(self) -> Asked:
@@ -121,8 +130,10 @@ class Asking:
     def let_go(self) -> None:
         """Forget what was asked, and give back every lease."""
         for part in self._waiting:
+            part.give_lane()
             part.access.link.forget(part.request, self._answers_by_s)
         for part in self.parts:
+            part.give_lane()
             if part.found is not None:
                 part.access.link.tell(Op.RELEASE, wire.pack_numbers([part.number]))
         self._waiting, self.parts = [], []
@@ -159,16 +170,23 @@ class Asking:
         return parts
 
     async def _ask(self, access: Access, positions: list[int]) -> Part | str:
+        part = None
         try:
             if await self._driver.reach(access, self._reach_by_s()) is None:
                 return "rank_down"
             keys = self._keys
             mine = list(keys) if len(positions) == len(keys) else [keys[position] for position in positions]
             part = Part(access, access.memory, positions, mine, next(self._numbers), sent_s=self._now_s())
-            part.request = access.link.start(
-                self._question.op, self._question.pack(part), self._deadline_s, part.number
-            )
+            op, body = self._question.op, self._question.pack(part)
+            if op in (Op.LOOKUP, Op.GATHER) and access.path is Path.SOCKET and len(mine) <= access.at_once:
+                with contextlib.suppress(KvtoolError):  # else they are asked for when the answer is here
+                    part.lane = access.lanes.take(self._reach_by_s())
+                    transfer = part.lane.next_transfer()
+                    op, body = Op.FETCH, wire.pack_fetch(part.lane.number, transfer, op is Op.GATHER, body)
+            part.request = access.link.start(op, body, self._deadline_s, part.number)
         except KvtoolError as error:
+            if part is not None:
+                part.give_lane()
             return _why(error)
         self._waiting.append(part)
         return part
@@ -216,6 +234,7 @@ class Asking:
 
     def _forget(self, part: Part) -> None:
         self._waiting.remove(part)
+        part.give_lane()
         part.access.link.forget(part.request, self._answers_by_s)
 
     async def _take(self, part: Part) -> list[Share]:
@@ -223,6 +242,7 @@ class Asking:
             body = await self._driver.finish(part.asked, self._answers_by_s)
         except KvtoolError as error:
             self._waiting.remove(part)
+            part.give_lane()
             self._ranks.lost()
             return self._passed(part.positions, _why(error))
         self._waiting.remove(part)
@@ -232,6 +252,9 @@ class Asking:
             left, reason = self._question.take(part, body)
         except KvtoolError as error:  # nonsense
             left, reason = part.positions, _why(error)
+        if part.lane is not None and part.found is not None and not part.found.hits:
+            part.lane.owed = False  # nothing comes
+            part.give_lane()
         return self._passed(left, reason) if left else []
 
 

@@ -50,6 +50,7 @@ class Fetching:
         self._ranks, self._driver, self._now_s = setting.ranks, setting.driver, setting.now_s
         self._asking, self._pace, self._deadline_s = asking, pace, deadline_s
         self._staged = 0
+        self._sums: dict[int, int] = {}  # by position, of what came by socket
 
     def hits(self, part: Part) -> list[Hit]:
         """A rank's blocks that count: before the cut of a leading run, else all."""
@@ -69,8 +70,11 @@ class Fetching:
         try:
             while self._asking.parts:
                 part = self._asking.parts.pop(0)
-                if part.found is not None:
-                    await self._view(part, views)
+                try:
+                    if part.found is not None:
+                        await self._view(part, views)
+                finally:
+                    part.give_lane()
         except BaseException:
             for held in views.helds:
                 held.release()
@@ -102,7 +106,8 @@ class Fetching:
         began_s, size = self._now_s(), 0
         for (position, key, hit), view in zip(hits, data, strict=False):
             slot, length, generation, wanted, filed = hit
-            if checksum(view, key) != wanted:
+            found = self._sums.get(position)
+            if (checksum(view, key) if found is None else found) != wanted:
                 self._asking.end([position], self._failed(part, key, slot, generation, held.deadline_s))
                 break
             size += length
@@ -117,8 +122,11 @@ class Fetching:
         try:
             while self._asking.parts:
                 part = self._asking.parts.pop(0)
-                if part.found is not None:
-                    await self._copy(part, rooms, got)
+                try:
+                    if part.found is not None:
+                        await self._copy(part, rooms, got)
+                finally:
+                    part.give_lane()
         except BaseException:
             self._asking.let_go()
             raise
@@ -201,16 +209,16 @@ class Fetching:
             assert isinstance(room, HostRoom)
             views.append(room.view[: hit[1]])
 
-        def check(at: int) -> None:
+        def check(at: int, sum_: int) -> None:
             position, key, (slot, length, generation, wanted, filed) = hits[at]
-            if checksum(views[at], key) == wanted:
+            if sum_ == wanted:
                 got[position] = hit_of(length, bool(filed), Path.SOCKET)
             else:
                 self._asking.end([position], self._failed(part, key, slot, generation, lapses_at_s))
 
-        slots, began_s = [hit[0] for _, _, hit in hits], self._now_s()
+        began_s = self._now_s()
         try:
-            part.access.lanes.receive(part.access.link, part.number, slots, views, self._deadline_s, check)
+            self._from_lane(part, hits, views, check)
         except KvtoolError:
             part.access.transfers.bad(self._now_s())
             lost = [position for position, _, _ in hits if got[position] is None]
@@ -278,13 +286,46 @@ class Fetching:
             return door.reader.read(access.peer, ranges, self._deadline_s)
         staged = door.inbox.take([hit[1] for _, _, hit in hits], self._deadline_s)
         try:
-            access.lanes.receive(access.link, part.number, [hit[0] for _, _, hit in hits], staged, self._deadline_s)
+            self._from_lane(part, hits, list(staged), lambda at, sum_: self._sums.__setitem__(hits[at][0], sum_))
         except BaseException:
             staged.release()
             raise
         return staged
 
+    def _from_lane(
+        self, part: Part, hits: Sequence[Hit], views: Sequence[memoryview], each: Callable[[int, int], None]
+    ) -> None:
+        """`hits` into `views`: from the lane where everything comes that was found, else from one of their own.
+
+        Raises:
+            KvtoolError: not all of it came by the deadline.
+        """
+        link, lanes, found, keys = part.access.link, part.access.lanes, part.found, [key for _, key, _ in hits]
+        assert found is not None
+        if part.lane is None:
+            part.lane = lanes.ask(link, part.number, [hit[0] for _, _, hit in hits], self._deadline_s)
+        elif len(hits) < len(found.hits):  # some are of no use any more
+            wanted = {hit: at for at, (_, _, hit) in enumerate(hits)}
+            order = [wanted.get(hit) for hit in found.hits]
+            views = [
+                memoryview(bytearray(hit[1])) if at is None else views[at]
+                for at, hit in zip(order, found.hits, strict=True)
+            ]
+            keys, told = list(part.names), each
+
+            def each(at: int, sum_: int) -> None:
+                mine = order[at]
+                if mine is not None:
+                    told(mine, sum_)
+
+        try:
+            part.lane.receive(views, keys, self._deadline_s, each)
+        finally:
+            part.give_lane()
+
     def _release(self, part: Part) -> Callable[[], None]:
+        if part.lane is not None:
+            return nothing
         return functools.partial(part.access.link.tell, Op.RELEASE, wire.pack_numbers([part.number]))
 
     def _failed(self, part: Part, key: BlockKey, slot: int, generation: int, lapses_at_s: float) -> str:

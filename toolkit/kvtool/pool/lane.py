@@ -1,7 +1,8 @@
 """The client's half of data connections (`pool.data`): one transfer at a time on each, a few of them to every rank.
 
-A read is received straight into the caller's memory; a put is sent from staging, block by block as they are filled. A
-lane on which anything went wrong is closed: what comes next on it could be the rest of something else.
+A read is received straight into the caller's memory, and hashed piece by piece while those are in the cache; a put is
+sent from staging, block by block as they are filled. A lane on which anything went wrong is closed: what comes next on
+it could be the rest of something else.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from xxhash import xxh3_64
+
 from kvtool.errors import ProtocolError, Unavailable
 from kvtool.pool.data import PREFACE, bound, move
 from kvtool.pool.wire import Op, pack_read
+from kvtool.transfer.checksum import seed_of
 
 if TYPE_CHECKING:
     from kvtool.pool.link import Line
 
+PIECE = 256 * 1024
+"""Received before it is hashed: see `transfer.checksum.STEP`."""
 SPARE_MAX = 4
 """Idle lanes that are kept for the next call."""
 
@@ -41,13 +47,16 @@ class Lane:
         self._transfers = 0
 
     def next_transfer(self) -> int:
+        """The number of a transfer that is being asked for; the lane is of no use until it is over."""
+        self.owed = True
         self._transfers += 1
         return self._transfers
 
     def receive(
-        self, transfer: int, rooms: Sequence[memoryview], deadline_s: float, each: Callable[[int], None] | None = None
+        self, rooms: Sequence[memoryview], keys: Sequence[bytes], deadline_s: float, each: Callable[[int, int], None]
     ) -> None:
-        """A transfer into `rooms`, block by block; `each` is called with the number of one that has come.
+        """The transfer that was asked for, into `rooms`; `each` is called with the number of a block that has come, and
+        its checksum under its key.
 
         Raises:
             LaneBroken: not all of it came by the deadline.
@@ -55,12 +64,19 @@ class Lane:
         with self._care(deadline_s):
             preface = memoryview(bytearray(PREFACE.size))
             self._take(preface, deadline_s)
-            if PREFACE.unpack(preface) != (transfer, sum(map(len, rooms))):
+            if PREFACE.unpack(preface) != (self._transfers, sum(map(len, rooms))):
                 raise ProtocolError("the rank sends something else than it was asked for")
-            for at, room in enumerate(rooms):
-                self._take(room, deadline_s)
-                if each is not None:
-                    each(at)
+            for at, (room, key) in enumerate(zip(rooms, keys, strict=True)):
+                each(at, self._receive(room, key, deadline_s))
+        self.owed = False
+
+    def _receive(self, room: memoryview, key: bytes, deadline_s: float) -> int:
+        hasher = xxh3_64(seed=seed_of(key))
+        for at in range(0, len(room), PIECE):
+            piece = room[at : at + PIECE]
+            self._take(piece, deadline_s)
+            hasher.update(piece)
+        return hasher.intdigest()
 
     def _take(self, room: memoryview, deadline_s: float) -> None:
         got, size = 0, len(room)
@@ -72,15 +88,12 @@ class Lane:
             if got < size and self._now_s() >= deadline_s:
                 raise TimeoutError("it did not come in time")
 
-    def announce(self, transfer: int, size: int, deadline_s: float) -> None:
-        """`size` bytes of a put follow.
+    def send(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
+        """More of a put.
 
         Raises:
-            LaneBroken: also from `send`.
+            LaneBroken: not all of it went out by the deadline.
         """
-        self.send([memoryview(PREFACE.pack(transfer, size))], deadline_s)
-
-    def send(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
         with self._care(deadline_s):
             move(self._sock.sendmsg, pieces, deadline_s, self._now_s)
 
@@ -140,29 +153,19 @@ class Lanes:
                 return
         lane.close()
 
-    def receive(
-        self,
-        link: Line,
-        read: int,
-        slots: Sequence[int],
-        rooms: Sequence[memoryview],
-        deadline_s: float,
-        each: Callable[[int], None] | None = None,
-    ) -> None:
-        """What is in `slots`, on which `read` has a lease, into `rooms` of the very sizes; `each` as in `Lane`.
+    def ask(self, link: Line, read: int, slots: Sequence[int], deadline_s: float) -> Lane:
+        """Have what is in `slots`, on which `read` has a lease, sent on the lane that is returned.
 
         Raises:
-            Unavailable, Refused: not all of it came by the deadline.
+            Unavailable, Refused: it could not be asked for.
         """
         lane = self.take(deadline_s)
-        lane.owed = True
         try:
-            transfer = lane.next_transfer()
-            link.say(Op.READ, pack_read(lane.number, transfer, read, slots), deadline_s)
-            lane.receive(transfer, rooms, deadline_s, each)
-            lane.owed = False
-        finally:
+            link.say(Op.READ, pack_read(lane.number, lane.next_transfer(), read, slots), deadline_s)
+        except BaseException:
             self.give(lane)
+            raise
+        return lane
 
     def close(self) -> None:
         """The rank is gone, or another process: every idle lane goes."""

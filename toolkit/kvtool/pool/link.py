@@ -30,6 +30,7 @@ from kvtool.errors import ProtocolError, Refused, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.record import Grant
 from kvtool.pool import wire
+from kvtool.pool.data import tune
 from kvtool.pool.handshake import Knock, Seal, Session, shake
 from kvtool.pool.lane import Lane
 from kvtool.pool.loop import short_path
@@ -37,6 +38,7 @@ from kvtool.pool.state import RankState
 from kvtool.pool.wire import Message, Op, Status
 
 _T = TypeVar("_T")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RETRY_S = 0.5
 LOOK_S = 0.01
 PROBES_S = (0.5, 8.0)
@@ -293,7 +295,7 @@ class Link:
         if session is None:
             raise RankDown(f"rank {self.state.rank} closed the connection")
         knock = Knock(session.data, {"data": owner}, self.state.identity, self.state.incarnation)
-        sock, (said, _, _) = self._reach(deadline_s, lambda sock: shake(sock, knock, deadline_s))
+        sock, (said, _, _) = self._reach(deadline_s, lambda sock: shake(sock, knock, deadline_s), bulk=True)
         return Lane(sock, said["you"], self._now_s)
 
     def begin_writing(self) -> bool:
@@ -356,7 +358,9 @@ class Link:
             self.heard_s = self._now_s()
         return sock
 
-    def _reach(self, deadline_s: float, shake_hands: Callable[[socket.socket], _T]) -> tuple[socket.socket, _T]:
+    def _reach(
+        self, deadline_s: float, shake_hands: Callable[[socket.socket], _T], bulk: bool = False
+    ) -> tuple[socket.socket, _T]:
         family = socket.AF_UNIX if self._local else socket.AF_INET6 if ":" in self.state.tcp[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -365,6 +369,8 @@ class Link:
                 with short_path(Path(self.state.unix)) as path:
                     sock.connect(path)
             else:
+                if bulk and self.state.tcp[0] in LOOPBACK:
+                    tune(sock)
                 sock.connect(self.state.tcp)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return sock, shake_hands(sock)

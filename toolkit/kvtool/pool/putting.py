@@ -17,6 +17,7 @@ from kvtool.kv.record import Grant, Granted, Want
 from kvtool.pool import wire
 from kvtool.pool.access import UCX_SETTLE_S, Access
 from kvtool.pool.base import Cancelling, Outcome, Path, Put, PutResult
+from kvtool.pool.data import PREFACE
 from kvtool.pool.driver import UCX_SIZE, Driver
 from kvtool.pool.filling import BATCH, fill_room, outcome_of, refusal
 from kvtool.pool.memory import SlotMemory
@@ -223,7 +224,6 @@ class Putting:
         except KvtoolError as error:
             self._fail([position for position, _ in part.granted], str(error))
             return
-        lane.owed = True
         commits = []
         try:
             with self._door.inbox.take([self._layout.block_size], self._deadline_s) as (room,):
@@ -231,12 +231,13 @@ class Putting:
                 slots = [(grant.slot, grant.generation) for _, grant in part.granted]
                 part.access.link.say(Op.WRITE, wire.pack_write(lane.number, transfer, slots), self._deadline_s)
                 size = sum(self._blocks[position].size for position, _ in part.granted)
-                lane.announce(transfer, size, self._deadline_s)
+                preface = [memoryview(PREFACE.pack(transfer, size))]
                 for position, grant in part.granted:
                     block = self._blocks[position]
                     piece = room[: block.size]
                     commits.append((grant.slot, grant.generation, fill_room(block, piece)))
-                    lane.send([piece], self._deadline_s)
+                    lane.send([*preface, piece], self._deadline_s)
+                    preface = []
             part.commits, lane.owed = commits, False
         except KvtoolError as error:
             self._fail([position for position, _ in part.granted], str(error))

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.errors import ProtocolError
-from kvtool.kv.block import BlockKey
 from kvtool.kv.copying import CopyOf, Why
 from kvtool.kv.record import Committing, Grant, Granted, Hit, Holding, Reading, Want
 from kvtool.pool import wire
@@ -51,6 +50,8 @@ class _WaitingRead(_Waiting):
     reading: Reading
     positions: list[int] | None = None
     """Of a gather: where its keys were in what was asked."""
+    send: tuple[int, int] | None = None
+    """(data connection, transfer) on which its blocks are wanted as soon as it is answered."""
 
 
 @dataclass(eq=False)
@@ -108,6 +109,7 @@ class Service:
             Op.CORRUPT: self._corrupt,
             Op.READ: self._read,
             Op.WRITE: self._write,
+            Op.FETCH: self._fetch,
             Op.TOUCH: self._touch,
             Op.COUNTED: lambda _, message, __: self.reads.add(wire.unpack_map(message.body)),
             Op.STATUS: self._status,
@@ -216,7 +218,7 @@ class Service:
             self.tiers.carry_out()
             if read.reading.done or now_s >= read.until_s:
                 self._reads = [waiting for waiting in self._reads if waiting is not read]
-                self._answer_read(read.connection, read.request, read.reading, read.positions)
+                self._answer_read(read)
         for put in list(self._puts):
             if put.connection.closed or put not in self._puts:
                 continue
@@ -229,48 +231,57 @@ class Service:
     # Messages
 
     def _lookup(self, connection: Connection, message: Message, now_s: float) -> None:
-        number, wait_s, keys = wire.unpack_lookup(message.body)
-        self._begin_read(connection, message.request, number, wait_s, keys, None, now_s)
+        self._begin_read(connection, message.request, message.body, False, None, now_s)
 
     def _gather(self, connection: Connection, message: Message, now_s: float) -> None:
-        """Those in DRAM first: they should not wait for a file, nor end with a bad one."""
-        number, wait_s, keys = wire.unpack_lookup(message.body)
-        there = [position for position, is_there in enumerate(self.store.has(keys)) if is_there]
-        positions = sorted(there, key=lambda position: self.store.filed(keys[position]))
-        self._begin_read(
-            connection, message.request, number, wait_s, [keys[position] for position in positions], positions, now_s
-        )
+        self._begin_read(connection, message.request, message.body, True, None, now_s)
+
+    def _fetch(self, connection: Connection, message: Message, now_s: float) -> None:
+        lane, transfer, gather, lookup = wire.unpack_fetch(message.body)
+        self.lanes.check(connection.owner, lane)
+        self._begin_read(connection, message.request, lookup, gather, (lane, transfer), now_s)
 
     def _begin_read(
         self,
         connection: Connection,
         request: int,
-        number: int,
-        wait_s: float,
-        keys: list[BlockKey],
-        positions: list[int] | None,
+        lookup: wire.Body,
+        gather: bool,
+        send: tuple[int, int] | None,
         now_s: float,
     ) -> None:
+        number, wait_s, keys = wire.unpack_lookup(lookup)
+        positions: list[int] | None = None
+        if gather:  # those in DRAM first: they should not wait for a file, nor end with a bad one
+            there = [position for position, is_there in enumerate(self.store.has(keys)) if is_there]
+            positions = sorted(there, key=lambda position: self.store.filed(keys[position]))
+            keys = [keys[position] for position in positions]
         wait_s = min(wait_s, WAIT_MAX_S)
         if self.store.leases.has((connection.owner, number)):
             raise ProtocolError(f"read {number} is under way already; every read needs a new number")
         reading = self.store.begin_read((connection.owner, number), keys, now_s, wait_s)
         self.tiers.carry_out()
+        read = _WaitingRead(connection, request, now_s, now_s + wait_s, reading, positions, send)
         if reading.done:
-            self._answer_read(connection, request, reading, positions)
+            self._answer_read(read)
         else:
-            self._reads.append(_WaitingRead(connection, request, now_s, now_s + wait_s, reading, positions))
+            self._reads.append(read)
 
-    def _answer_read(self, connection: Connection, request: int, reading: Reading, positions: list[int] | None) -> None:
+    def _answer_read(self, read: _WaitingRead) -> None:
+        reading, connection, now_s = read.reading, read.connection, time.monotonic()
         late = not reading.done
-        hits = self.store.finish_read(reading, time.monotonic())
+        hits = self.store.finish_read(reading, now_s)
         self.bytes_out += sum(hit.length for hit in hits)
         cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
         term_s, near = self.store.leases.term_s, self._near(connection, hits)
-        if positions is None:
-            connection.send(Op.LOOKUP, request, wire.pack_found(term_s, cut, hits) + near)
+        op = Op.FETCH if read.send is not None else Op.LOOKUP if read.positions is None else Op.GATHER
+        if read.positions is None:
+            connection.send(op, read.request, wire.pack_found(term_s, cut, hits) + near)
         else:
-            connection.send(Op.GATHER, request, wire.pack_gathered(term_s, cut, hits, positions) + near)
+            connection.send(op, read.request, wire.pack_gathered(term_s, cut, hits, read.positions) + near)
+        if read.send is not None:
+            self.lanes.send(connection.owner, *read.send, [(hit.slot, hit.length) for hit in hits], now_s)
+            self.store.release(reading.lease.read, now_s)
 
     def _near(self, connection: Connection, hits: list[Hit]) -> bytes:
         """What the reader is told of copies on his own host."""
@@ -281,7 +292,11 @@ class Service:
 
     def _read(self, connection: Connection, message: Message, now_s: float) -> None:
         lane, transfer, number, slots = wire.unpack_read(message.body)
-        self.lanes.send(connection.owner, lane, transfer, number, slots, now_s)
+        told = self.store.leases.told((connection.owner, number))
+        if all(slot in told for slot in slots):
+            self.lanes.send(connection.owner, lane, transfer, [(slot, told[slot]) for slot in slots], now_s)
+        else:  # the lease is over, or does not cover them
+            self.lanes.hang_up(connection.owner, lane)
 
     def _write(self, connection: Connection, message: Message, now_s: float) -> None:
         lane, transfer, slots = wire.unpack_write(message.body)

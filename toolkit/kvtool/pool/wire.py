@@ -62,6 +62,8 @@ class Op(IntEnum):
     """Send slots that the client has a lease on, on a data connection. No answer but the bytes."""
     WRITE = 21
     """Blocks for reserved slots follow on a data connection. No answer: their commit waits for them."""
+    FETCH = 22
+    """A LOOKUP or GATHER whose blocks are sent at once; no lease is left. For what is as quickly sent as asked for."""
     TOUCH = 30
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
@@ -78,6 +80,7 @@ class Status(IntEnum):
 
 _LOOKUP = struct.Struct("<QII")
 _READ = struct.Struct("<IIQQ")
+_FETCH = struct.Struct("<I?Q")
 _WRITE = struct.Struct("<IIQ")
 _WRITTEN = struct.Struct("<IQ")
 _FOUND = struct.Struct("<dII")
@@ -293,6 +296,18 @@ def unpack_read(body: Body) -> tuple[int, int, int, list[int]]:
     lane, count, transfer, number = _head("read", _READ, body)
     records = _records("read", _COUNT, count, body, _READ.size)
     return lane, transfer, number, [slot for (slot,) in _COUNT.iter_unpack(records)]
+
+
+# Fetch: (number of the data connection, whether it gathers, number of the transfer, lookup) -> found or gathered
+
+
+def pack_fetch(lane: int, transfer: int, gather: bool, lookup: bytes) -> bytes:
+    return _FETCH.pack(lane, gather, transfer) + lookup
+
+
+def unpack_fetch(body: Body) -> tuple[int, int, bool, memoryview]:
+    lane, gather, transfer = _head("fetch", _FETCH, body)
+    return lane, transfer, gather, memoryview(body)[_FETCH.size :]
 
 
 # Write: (number of the data connection, number of the transfer, (slot, generation) each)

@@ -26,7 +26,7 @@ STEP = 256 * 1024
 32K 0.75, 64K 0.82, 128K 0.85, 256K 0.86, 512K 0.80, whole blocks 0.76."""
 
 
-def _seed(key: bytes) -> int:
+def seed_of(key: bytes) -> int:
     if len(key) < 8:
         raise ValueError(f"a checksum is seeded with the first 8 bytes of a block key, got {len(key)} bytes")
     return int.from_bytes(key[:8], "little")
@@ -51,7 +51,7 @@ def checksum(data: Buffer, key: bytes) -> int:
 
     About 30 GB/s in cache, 10 GB/s from memory.
     """
-    return xxhash.xxh3_64_intdigest(as_bytes(data), seed=_seed(key))
+    return xxhash.xxh3_64_intdigest(as_bytes(data), seed=seed_of(key))
 
 
 def copy_checksum(dst: Buffer, src: Buffer, key: bytes) -> int:
@@ -63,7 +63,7 @@ def copy_checksum(dst: Buffer, src: Buffer, key: bytes) -> int:
     Raises:
         ValueError: `dst` is read-only, or the sizes differ; nothing was copied.
     """
-    seed = _seed(key)
+    seed = seed_of(key)
     to, source = as_bytes(dst), as_bytes(src)
     if to.readonly:
         raise ValueError("the destination of a copy must be writable, got a read-only buffer")
