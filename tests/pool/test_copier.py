@@ -153,6 +153,7 @@ def test_what_is_read_often_from_another_host_is_copied_there_for_a_while_and_hi
     assert [node.copier.read("here", [CopyOf(key, SIZE)], 0.1) for _ in range(20)] == [[]] * 20
     node.step(0.2)
     (near,) = node.copier.read("there", [CopyOf(key, SIZE)], 1.0)
+    assert [(held.kind, held.count) for held in node.copier.audit(1.0)] == [("near copy", 1)]
     assert near.position == 0 and near.rank in (1, 2) and 50 < near.left_s <= 60
     there = nodes[near.rank]
     assert bytes(there.memory.slot(0, SIZE)) == payload(key)

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import console
+from kvtool.cli.pool_bench import bench
+from kvtool.cli.pool_top import top
 from kvtool.cli.pool_verify import verify
 from kvtool.config.spec import default_run_dir
 from kvtool.engine.manifest import read_manifest
@@ -22,6 +24,7 @@ from kvtool.pool.config import PoolConfig
 from kvtool.pool.keeping import attach_keeper, keeper_status
 from kvtool.pool.launch import PoolStatus, RankStatus, pool_status, start_pool, stop_pool
 from kvtool.pool.metrics import text
+from kvtool.pool.rates import alarms
 from kvtool.pool.resize import Draining
 from kvtool.pool.resize import drain as drain_ranks
 from kvtool.pool.resize import resize as resize_pool
@@ -29,7 +32,8 @@ from kvtool.pool.rundir import pool_runs
 from kvtool.units import parse_seconds, parse_size, show_size
 
 app = typer.Typer(no_args_is_help=True)
-app.command()(verify)
+for command in (verify, top, bench):
+    app.command()(command)
 
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the pool.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -121,9 +125,8 @@ def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
         columns = ["rank", "pid", "state", "DRAM", "files", "leases", "blocks since the start"]
         rows = [_row(rank) for rank in found.ranks]
         console.out().print(console.table(title, columns, rows, right=range(3, 6)))
-        for rank in found.ranks:
-            if rank.why:
-                console.warn(rank.why)
+        for sentence in [rank.why for rank in found.ranks if rank.why] + _alarms(found):
+            console.warn(sentence)
         _say_keeper(found)
     if not found.whole:
         raise typer.Exit(1)
@@ -151,6 +154,8 @@ def audit(run_dir: RunDir = None, as_json: AsJson = False) -> None:
         console.out().print(console.table(f"held in the pool of {found.run_dir}", columns, rows, right=[2, 4, 5]))
     else:
         console.done("nothing is held")
+    for alarm in _alarms(found):
+        console.warn(alarm)
     overdue = any(_overdue(line) for _, line in lines)
     if overdue or not found.whole:
         raise typer.Exit(1)
@@ -218,6 +223,10 @@ def _say_keeper(found: PoolStatus) -> None:
         console.step(f"started by the keeper, pid {keeper.pid}: {again}")
 
 
+def _alarms(found: PoolStatus) -> list[str]:
+    return alarms(rank.answer for rank in found.ranks if rank.answer is not None)
+
+
 def _folder(run_dir: Path | None) -> Path:
     return run_dir.absolute() if run_dir is not None else default_run_dir("pool")
 
@@ -270,6 +279,11 @@ def _state(answer: dict[str, Any]) -> str:
     state = "serves" if answer["status"] == "live" else str(answer["status"])
     if answer["status"] == "joining":
         state += f", {answer['weight']:.0%} of its share"
+    copying = answer.get("copying", {})
+    if copying.get("leaving"):
+        state += ", empty" if copying["empty"] else f", {copying['left']} blocks left"
+    elif copying.get("owed") or copying.get("flying"):
+        state += f", owes {copying['owed'] + copying['flying']} copies"
     hung = answer["hung"]
     return state + (f"; does not hear rank {', '.join(map(str, hung))}" if hung else "")
 
@@ -289,6 +303,7 @@ def _plain(found: PoolStatus) -> dict[str, Any]:
         "run_dir": str(found.run_dir),
         "epoch": found.state.epoch,
         "layout": found.state.layout,
+        "alarms": _alarms(found),
         "launcher_runs": found.launcher_runs,
         "keeper": asdict(found.keeper),
         "ranks": [asdict(rank) for rank in found.ranks],

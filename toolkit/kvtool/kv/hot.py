@@ -113,6 +113,10 @@ class HotBlocks:
                 found.append(Near(position, there[0], there[1] - now_s))
         return found
 
+    def left_s(self, now_s: float) -> list[float]:
+        """For how much longer each copy lives that was made, unless it is renewed."""
+        return [until_s - now_s for _, until_s in self._there.values() if until_s > now_s]
+
     def _forget(self, now_s: float) -> None:
         if now_s - self._halved_s < self.limits.half_life_s:
             return

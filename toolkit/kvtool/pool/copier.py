@@ -97,12 +97,14 @@ class Copier:
         }
 
     def audit(self, now_s: float) -> list[Holding]:
-        """Copies in flight, each bounded by the mover's budget."""
-        flights = self.rules.outbox.flights()
-        if not flights:
-            return []
-        oldest_s = min(since_s for _, since_s in flights)
-        return [Holding("copy", sum(len(copy.blocks) for copy, _ in flights), OWNER, now_s - oldest_s)]
+        """Copies in flight, each bounded by the mover's budget, and those near readers elsewhere, by their time."""
+        held = []
+        if flights := self.rules.outbox.flights():
+            oldest_s = min(since_s for _, since_s in flights)
+            held.append(Holding("copy", sum(len(copy.blocks) for copy, _ in flights), OWNER, now_s - oldest_s))
+        if near := self.hot.left_s(now_s):
+            held.append(Holding("near copy", len(near), OWNER, self.hot.limits.ttl_s - min(near), min(near)))
+        return held
 
     # How
 

@@ -448,7 +448,12 @@ class Service:
         held = [*self.store.audit(now_s), *self.lanes.audit(now_s)]
         held += [] if self.copier is None else self.copier.audit(now_s)
         lines = [{**asdict(line), "name": self._names.get(line.owner, "")} for line in held]
-        for kind, waiting in (("waiting read", list[_Waiting](self._reads)), ("waiting put", list(self._puts))):
+        waits: list[tuple[str, list[_Waiting]]] = [
+            ("waiting read", [*self._reads]),
+            ("waiting put", [*self._puts]),
+            ("waiting commit", [*self._commits]),
+        ]
+        for kind, waiting in waits:
             if waiting:
                 first = min(waiting, key=lambda item: item.since_s)
                 owner = first.connection.owner
