@@ -150,3 +150,28 @@ def test_a_pool_killed_whole_is_back_with_its_durable_blocks_and_one_stopped_wit
         client.close()
         stop_pool(tmp_path, purge=True)
     assert files_of(tmp_path) == [] and not list(tmp_path.glob("*.blocks"))
+
+
+@pytest.mark.real
+def test_an_encrypted_pool_restarts_with_its_key_and_refuses_others(tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(32))
+    config = replace(CONFIG, ranks=1, write="through", ucx=False, file_key=key)
+    with pytest.raises(Refused, match=r"mode 0600, found -rw-r--r--"):
+        start_pool(config, tmp_path / "run")
+    key.chmod(0o600)
+    handle = start_pool(config, tmp_path / "run")
+    client = PoolClient(handle.state_file, LAYOUT)
+    try:
+        assert all(result.durable for result in client.write(puts(KEYS[:40])))
+        handle.stop()
+        start_pool(config, tmp_path / "run")
+        until(lambda: found(client, KEYS[:40]) == 40, 2, "the blocks are back")
+        raw = files_of(tmp_path / "run")[0].read_bytes()
+        assert payload(KEYS[0])[:64] not in raw and KEYS[0] in raw
+        handle.stop()
+        with pytest.raises(PoolUnavailable, match=r"found an encrypted one; set pool.file_key, or remove it"):
+            start_pool(replace(config, file_key=None), tmp_path / "run")
+    finally:
+        client.close()
+        stop_pool(tmp_path / "run", purge=True)

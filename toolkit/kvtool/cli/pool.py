@@ -52,6 +52,9 @@ def up(
     file_dir: Annotated[
         Path | None, typer.Option("--file-dir", help="Where block files are; else the run directory.")
     ] = None,
+    file_key: Annotated[
+        Path | None, typer.Option("--file-key", help="File of mode 0600: the key that block files are encrypted with.")
+    ] = None,
     write: Annotated[
         str, typer.Option("--write", help="back: to files when memory is wanted; through: before a put is answered.")
     ] = "back",
@@ -87,6 +90,7 @@ def up(
         dram_size=_parsed("--dram-size", dram_size, parse_size),
         file_size=_parsed("--file-size", file_size, parse_size),
         file_dir=file_dir.absolute() if file_dir else None,
+        file_key=file_key.absolute() if file_key else None,
         write=write,
         flush_s=_parsed("--flush", flush, parse_seconds),
         lease_term_s=_parsed("--lease-term", lease_term, parse_seconds),

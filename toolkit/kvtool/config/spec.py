@@ -64,6 +64,9 @@ class PoolSpec(Section):
     dram_size: Size = _default("256MiB", "Shared memory of each rank; a hard cap.")
     file_size: Size = _default("1GiB", "File tier of each rank; a hard cap. 0 switches it off.")
     file_dir: FilePath | None = Field(None, description="Where the file tier lies; null is RUN_DIR/pool.")
+    file_key: FilePath | None = Field(
+        None, description="File of mode 0600: the key that block files are encrypted with."
+    )
     write: Literal["back", "through"] = Field(
         "back",
         description="When a block goes to its file: back, its memory is wanted; through, before its put is answered.",

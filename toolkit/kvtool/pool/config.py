@@ -31,6 +31,8 @@ class PoolConfig:
     file_size: int = 2**30
     file_dir: Path | None = None
     """None: the run directory."""
+    file_key: Path | None = None
+    """File of mode 0600 with the key that block files are encrypted with; None: they are not."""
     write: str = "back"
     """When a block goes to its file. "back": when its memory is wanted, or the pool stops. "through": before its put is
     answered, which then says that it is durable."""
@@ -109,6 +111,7 @@ class RankConfig:
     layout: dict[str, Any]
     dram_size: int
     file_size: int
+    file_key: str
     write: str
     flush_s: float
     scrub_rate: float

@@ -22,7 +22,7 @@ from kvtool.pool.state import write_private
 
 if TYPE_CHECKING:
     from kvtool.pool.config import RankConfig
-    from kvtool.transfer.files import BlockFile
+    from kvtool.transfer.files import BlockFile, Sealer
 
 log = logging.getLogger("kvtool.pool")
 
@@ -56,9 +56,26 @@ def open_file(config: RankConfig, rank: int, layout: KVLayout, slots: int) -> Bl
     from kvtool.transfer.disk import FileDisk
     from kvtool.transfer.files import BlockFile
 
+    sealer = sealer_for(config.file_key)
     path = file_path(Path(config.file_dir), config.name, rank)
     disk = FileDisk(path, lock_wait_s=LOCK_WAIT_S)
-    return BlockFile(None, layout.block_size, slots, disk=disk, fingerprint=layout.fingerprint, layout=str(layout))
+    return BlockFile(
+        None, layout.block_size, slots, disk=disk, fingerprint=layout.fingerprint, layout=str(layout), sealer=sealer
+    )
+
+
+def sealer_for(file_key: Path | str | None) -> Sealer | None:
+    """What encrypts with the key in `file_key`; None without one.
+
+    Raises:
+        Refused: no key is there, or others may read it.
+        Missing: `cryptography` is not installed.
+    """
+    if not file_key:
+        return None
+    from kvtool.transfer.crypt import FileSealer, read_key
+
+    return FileSealer(read_key(Path(file_key)))
 
 
 def note_files(run_dir: Path, name: str, file_dir: Path, layout: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
 from kvtool.pool.config import PoolConfig, RankConfig
-from kvtool.pool.filetier import NOTE, files_of, note_files
+from kvtool.pool.filetier import NOTE, files_of, note_files, sealer_for
 from kvtool.pool.filetier import purge as purge_files
 from kvtool.pool.keeping import KeeperStatus, keeper_status, reap_keepers, start_keeper, want
 from kvtool.pool.link import Link
@@ -132,6 +132,7 @@ def start_pool(config: PoolConfig, run_dir: Path) -> PoolHandle:
 def _launch(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
     if pool_runs(run_dir):
         raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
+    sealer_for(config.file_key)  # else every rank would say the same, and later
     _stop(run_dir)
     demand(f"{config.ranks} ranks", config.ranks * config.dram_size, rooms(SHM), "pool.dram_size or pool.ranks")
     try:
@@ -266,6 +267,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         layout=asdict(config.layout),
         dram_size=config.dram_size,
         file_size=config.file_size,
+        file_key=str(config.file_key or ""),
         write=config.write,
         flush_s=config.flush_s,
         scrub_rate=config.scrub_rate,

@@ -59,6 +59,10 @@ class Sealer(Protocol):
         """Encrypt `payload` into `out`, of the same size; the header that goes with it."""
         ...
 
+    def reveal(self, header: SlotHeader) -> SlotHeader:
+        """`header` as it was given to `seal`, with the checksum of the plain bytes."""
+        ...
+
     def unseal(self, stored: memoryview, out: memoryview, header: SlotHeader) -> bool:
         """Decrypt `stored` into `out`; False when it is not what was sealed with that header."""
         ...
@@ -253,8 +257,9 @@ class BlockFile:
             header = self._load(slot, buffer[:PAGE], payload, key, out.nbytes, generation)
             stored = payload[: out.nbytes]
             if header.flags & SEALED:
-                whole = self._sealer is not None and self._sealer.unseal(stored, out, header)
-                found = checksum(out, key) if whole else ~header.checksum
+                if self._sealer is None or not self._sealer.unseal(stored, out, header):
+                    raise BlockCorrupt(f"{self._pages.name}, slot {slot}: block {key.hex()[:8]} fails its tag")
+                header, found = self._sealer.reveal(header), checksum(out, key)
             else:
                 found = checksum(out, key) if direct else copy_checksum(out, stored, key)
             self._same(slot, key, found, header.checksum)
@@ -295,5 +300,5 @@ class BlockFile:
                     continue
                 header = SlotHeader.unpack(buffer)
                 if header is not None and header.size <= self.slot_size:
-                    found.append((slot, header))
+                    found.append((slot, self._sealer.reveal(header) if self._sealer else header))
         return found

@@ -19,6 +19,9 @@ class _Sealed:
     def seal(self, payload: memoryview, out: memoryview, header: SlotHeader) -> SlotHeader:
         raise AssertionError("a file that was opened as found is not written")
 
+    def reveal(self, header: SlotHeader) -> SlotHeader:
+        return header
+
     def unseal(self, stored: memoryview, out: memoryview, header: SlotHeader) -> bool:
         return False
 

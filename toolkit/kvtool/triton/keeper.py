@@ -139,6 +139,7 @@ class PoolKeeper:
             dram_size=pool.dram_size,
             file_size=pool.file_size,
             file_dir=pool.file_dir,
+            file_key=pool.file_key,
             write=pool.write,
             flush_s=pool.flush,
             lease_term_s=pool.lease_term,
