@@ -239,3 +239,42 @@ def test_a_key_that_names_itself_as_parent_can_still_go():
 @pytest.mark.parametrize("size", [0, 101])
 def test_a_block_that_fits_no_slot_is_too_large(size):
     assert Store(1, 100).reserve(1, [Want(A, size)], 0.0)[0].grant is Grant.TOO_LARGE
+
+
+def test_spare_slot_is_nobody_s_block_until_it_is_named_and_committed():
+    store = Store(32, 100, reserve_term_s=5.0)
+    stored(store, A)
+    spare = store.reserve_unnamed(1, E, 0.0)
+    assert spare is not None and store.reserve_unnamed(1, D, 0.0) is None, "one for each client"
+    assert store.match([E]) == 0 and kinds(store) == {"reservation": 1}
+    assert store.name(1, spare.slot, spare.generation, Want(A, 10), 1.0) is Grant.DUPLICATE
+    assert store.name(2, spare.slot, spare.generation, Want(B, 10), 1.0) is Grant.WAIT, "another's"
+    assert store.name(1, spare.slot, spare.generation, Want(B, 10, A), 1.0) is Grant.GRANTED
+    assert store.commit(1, spare.slot, spare.generation, 7, 1.0) is Commit.STORED
+    assert reads(store, [A, B]) == [A, B] and store.match([E]) == 0
+    again = [store.reserve_unnamed(owner, bytes([owner]) * 32, 1.0) for owner in (11, 12, 13)]
+    assert [spare is not None for spare in again] == [True, True, False], "a sixteenth of all slots"
+
+
+def test_spare_slot_that_was_not_used_in_time_is_quarantined_until_its_writer_says_that_he_is_done():
+    store = Store(32, 100, reserve_term_s=5.0)
+    spare = store.reserve_unnamed(1, E, 0.0)
+    store.tick(5.0)
+    assert kinds(store, 5.0) == {"quarantine": 1}
+    assert store.name(1, spare.slot, spare.generation, Want(A, 10), 5.0) is Grant.WAIT
+    store.abort(1, spare.slot, spare.generation, 6.0)
+    assert kinds(store, 6.0) == {} and store.dram.used == 0
+
+
+def test_small_pool_and_one_that_writes_through_have_no_slot_to_spare():
+    assert Store(15, 100).reserve_unnamed(1, E, 0.0) is None
+    assert Store(32, 100, 8, through=True).reserve_unnamed(1, E, 0.0) is None
+
+
+def test_use_that_is_told_late_keeps_a_block_from_going_first():
+    store = Store(2, 100)
+    stored(store, A, B, chain=False)
+    slots = [(entry.slot, entry.generation) for entry in (store._index[A], store._index[B])]
+    assert store.touch([*slots[:1], (1, 99)], 5.0) == 1
+    stored(store, C, now_s=6.0)
+    assert store.match([A]) == 1 and store.match([B]) == 0

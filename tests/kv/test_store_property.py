@@ -53,11 +53,12 @@ class Machine:
         self.moves: list[Demote | Promote] = []
         self.leased: dict[tuple[int, int], tuple[float, list[tuple[int, int]]]] = {}
         self.writers: list[tuple[int, int, int, bytes, float]] = []  # owner, slot, generation, key, deadline
+        self.spares: list[tuple[int, int, int, float]] = []  # owner, slot, generation, deadline
         self.readings: list[tuple[float, object]] = []
         self.number = 0
-        self.hits = self.promoted_hits = self.evictions = 0
+        self.hits = self.promoted_hits = self.evictions = self.named = 0
         self.before: tuple[set[bytes], int, int] = (set(), 0, 0)
-        self.hard_before: set[bytes] = set()
+        self.hard_before: dict[bytes, float] = {}
         self.pinned = 0
         self.listed: dict[bytes, int] = {}
 
@@ -67,7 +68,8 @@ class Machine:
                 if not action.key:  # the slot is handed to somebody new
                     for lapses_at_s, held in self.leased.values():
                         assert self.now_s >= lapses_at_s or action.slot not in [slot for slot, _ in held]
-                    assert action.slot not in [slot for _, slot, *_ in self.writers], "two writers in one slot"
+                    writers = [*self.writers, *self.spares]
+                    assert action.slot not in [slot for _, slot, *_ in writers], "two writers in one slot"
                     assert action.generation > self.headers.get(action.slot, Stamp(0, 0)).generation
                     self.memory[action.slot] = (b"torn", action.generation)
                 self.headers[action.slot] = action
@@ -140,6 +142,29 @@ class Machine:
         assert committing.done or self.store.through
         self.committing.append(committing)
 
+    def take_spare(self, owner: int) -> None:
+        granted = self.store.reserve_unnamed(owner, self.rng.randbytes(32), self.now_s)
+        if granted is not None:
+            self.act()
+            self.spares.append((owner, granted.slot, granted.generation, self.now_s + RESERVE_S))
+
+    def use_spare(self) -> None:
+        owner, slot, generation, deadline_s = self.spares.pop()
+        key = self.rng.choice(KEYS)
+        self.memory[slot] = (key, generation)
+        there = key in self.store._index
+        match self.store.name(owner, slot, generation, Want(key, 60), self.now_s):
+            case Grant.GRANTED:
+                assert self.now_s < deadline_s and not there
+                assert self.store.commit(owner, slot, generation, hash(key), self.now_s) is Commit.STORED
+                self.named += 1
+            case Grant.DUPLICATE:
+                assert there
+                self.spares.append((owner, slot, generation, deadline_s))
+            case Grant.WAIT:
+                assert self.now_s >= deadline_s
+                assert self.store.commit(owner, slot, generation, 1, self.now_s) is Commit.LAPSED
+
     def read(self, owner: int) -> None:
         start, self.number = self.rng.randrange(len(KEYS)), self.number + 1
         keys = KEYS[start : start + self.rng.randrange(1, 6)]
@@ -187,11 +212,13 @@ class Machine:
             gone = before - resident
             parents = {self.store._index[key].parent for key in resident & before}
             assert not gone & parents, "a block went before its child"
-            assert not gone & self.hard_before, "a block went that was pinned hard"
+            pinned = {key for key, until_s in self.hard_before.items() if until_s > self.now_s}
+            assert not gone & pinned, "a block went that was pinned hard"
             self.evictions += len(gone)
         self.before = resident, others, counts.evicted
         store = self.store
-        self.hard_before = {key for key in resident if store._keeping.hard(store._index[key])}
+        entries = [store._index[key] for key in resident]
+        self.hard_before = {entry.key: entry.kept.hard_until_s for entry in entries if store._keeping.hard(entry)}
         self.pinned += len(self.hard_before)
         assert len(self.hard_before) <= store.dram.count // 4, "more are pinned hard than may be"
 
@@ -208,10 +235,30 @@ class Machine:
     def step(self) -> None:
         rng = self.rng
         match rng.choice(
-            ["put", "put", "end", "end", "read", "read", "release", "move", "move", "time", "drop", "die", "corrupt"]
+            [
+                "put",
+                "put",
+                "spare",
+                "name",
+                "end",
+                "end",
+                "read",
+                "read",
+                "release",
+                "move",
+                "move",
+                "time",
+                "drop",
+                "die",
+                "corrupt",
+            ]
         ):
             case "put":
                 self.put(rng.randrange(3))
+            case "spare":
+                self.take_spare(rng.randrange(3))
+            case "name" if self.spares:
+                self.use_spare()
             case "end" if self.writers:
                 self.end_put(commit=rng.random() < 0.85)
             case "read":
@@ -253,6 +300,7 @@ class Machine:
 
     def leave(self, owner: int) -> None:
         self.writers = [writer for writer in self.writers if writer[0] != owner]
+        self.spares = [spare for spare in self.spares if spare[0] != owner]
         self.leased = {read: held for read, held in self.leased.items() if read[0] != owner}
         self.readings = [(until, reading) for until, reading in self.readings if reading.lease.read[0] != owner]
         self.store.owner_gone(owner, self.now_s)
@@ -310,6 +358,13 @@ def test_the_random_machine_reaches_hits_in_both_tiers():
     assert machine.evictions > 0 and machine.pinned > 0
     counts = machine.store.counts
     assert min(counts.demoted, counts.evicted + counts.promote_failed, counts.timed_out, counts.leases_lapsed) > 0
+
+
+def test_the_random_machine_names_spare_slots():
+    machine = Machine(Random(6), slots=20, file_slots=12)
+    for _ in range(1000):
+        machine.step()
+    assert machine.named > 5
 
 
 def test_the_random_machine_reaches_durable_blocks():

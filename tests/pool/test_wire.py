@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtool.errors import ProtocolError
 from kvtool.kv.copying import Why
 from kvtool.kv.hot import Near
-from kvtool.kv.record import Grant, Granted, Want
+from kvtool.kv.record import Commit, Grant, Granted, Want
 from kvtool.kv.retention import Pin, Retention
 from kvtool.pool import wire
 from kvtool.pool.wire import Op
@@ -30,6 +30,13 @@ def test_batches_survive_the_way():
     assert wire.unpack_grants(wire.pack_grants(answers, "pool full: ü")) == (answers, "pool full: ü")
     assert wire.unpack_commits(wire.pack_commits([(1, 2, 2**63)])) == [(1, 2, 2**63)]
     assert wire.unpack_aborts(wire.pack_aborts(0.5, [(1, 2)])) == (0.5, [(1, 2)])
+    assert wire.unpack_touches(wire.pack_touches([(1, 2**60)])) == [(1, 2**60)]
+    for next_key in (None, KEY[::-1]):
+        storing = wire.Storing(3, 2**40, 2**63, WANTS[0], next_key)
+        assert wire.unpack_store(wire.pack_store(storing)) == storing
+    for spare in (None, answers[0]):
+        said = wire.pack_stored(Grant.DUPLICATE, Commit.LAPSED, spare)
+        assert wire.unpack_stored(said) == (Grant.DUPLICATE, Commit.LAPSED, spare)
     assert wire.unpack_numbers(wire.pack_numbers([1, 2**60])) == [1, 2**60]
     assert wire.unpack_corrupt(wire.pack_corrupt(KEY, 3, 4)) == (KEY, 3, 4)
     assert wire.unpack_copying(wire.pack_copying(7, Why.MEND)) == (7, Why.MEND)
@@ -68,6 +75,7 @@ UNPACKERS = [
     wire.unpack_lookup, wire.unpack_wants, wire.unpack_commits, wire.unpack_aborts, wire.unpack_numbers,
     wire.unpack_corrupt, wire.split_keys, wire.unpack_count, wire.unpack_map, wire.unpack_found,
     wire.unpack_grants, wire.unpack_committed, wire.unpack_copying,
+    wire.unpack_touches, wire.unpack_store, wire.unpack_stored,
 ]  # fmt: skip
 PACKED = [
     wire.pack_lookup(9, 0.25, [KEY, KEY[::-1]]), wire.pack_wants(1.5, WANTS), wire.pack_commits([(1, 2, 2**63)]),

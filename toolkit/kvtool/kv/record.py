@@ -46,6 +46,8 @@ class Entry:
     file_slot: int = -1
     checksum: int = 0
     deadline_s: float = 0.0
+    unnamed: bool = False
+    """Reserved for a writer who will say later what he writes; its key means nothing until then."""
     touched: int = 0
     uses: int = 0
     used_at_s: float = 0.0

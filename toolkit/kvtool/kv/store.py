@@ -90,7 +90,7 @@ class Store(Sources):
         slot = self._take_slot("reserved")
         if slot is not None:
             return self._reserve(owner, want, slot, now_s)
-        if self._room_is_coming(now_s) or any(reserved.owner == owner for reserved in self._reserved.values()):
+        if self._room_is_coming(now_s) or any(e.owner == owner and not e.unnamed for e in self._reserved.values()):
             return Granted(Grant.WAIT)  # a batch larger than the pool waits for its own first blocks
         self.counts.refused += 1
         return Granted(Grant.FULL)
@@ -105,6 +105,38 @@ class Store(Sources):
         self._index[want.key] = self._reserved[slot] = entry
         heapq.heappush(self._reserved_due, (entry.deadline_s, slot, generation))
         return Granted(Grant.GRANTED, slot, generation)
+
+    def reserve_unnamed(self, owner: int, key: BlockKey, now_s: float) -> Granted | None:
+        """A slot for the next block of a writer who puts one after the other, reserved under `key`, a random one, until
+        he names his block. One for each, and a sixteenth of all slots; None: there is none to spare."""
+        unnamed = [entry for entry in self._reserved.values() if entry.unnamed]
+        if self.through or key in self._index or 16 * len(unnamed) >= self.dram.count - 15:
+            return None
+        self._free_up(1, now_s)
+        slot = None if any(entry.owner == owner for entry in unnamed) else self._take_slot("reserved")
+        if slot is None:
+            return None
+        granted = self._reserve(owner, Want(key, self.slot_size), slot, now_s)
+        self._reserved[slot].unnamed = True
+        return granted
+
+    def name(self, owner: int, slot: int, generation: int, want: Want, now_s: float) -> Grant:
+        """What a reserved slot holds: GRANTED, it is to be committed now. DUPLICATE: that is there already, and the
+        slot is as it was. WAIT: the reservation is over."""
+        entry = self._reserved.get(slot)
+        if entry is None or (entry.owner, entry.generation) != (owner, generation) or now_s >= entry.deadline_s:
+            return Grant.WAIT
+        if want.key != entry.key:
+            other = self._index.get(want.key)
+            if other is not None:
+                self._again(other, want, now_s)
+                return Grant.DUPLICATE
+            del self._index[entry.key]
+            entry.key = want.key
+            self._index[want.key] = entry
+        entry.parent, entry.length = None if want.parent == want.key else want.parent, want.size
+        entry.transient_s, entry.retention, entry.unnamed = want.transient_s, want.retention, False
+        return Grant.GRANTED
 
     def _again(self, entry: Entry, want: Want, now_s: float) -> None:
         """A put of what is there is a use. A transient block lives on for its longest holder; a durable put makes it

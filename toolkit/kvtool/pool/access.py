@@ -26,6 +26,7 @@ from kvtool.pool.link import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
 from kvtool.pool.nearby import Nearby, nearby
 from kvtool.pool.pace import Answers
+from kvtool.pool.spare import Spares
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Op, pack_aborts, pack_touches
 from kvtool.transfer import nixl
@@ -151,6 +152,8 @@ class Access:
         """Mapped for reading."""
         self.nearby: Nearby | None = None
         """The rank's directory, where its memory is mapped."""
+        self.spares: Spares | None = None
+        """For puts of one block, where they can be so simple."""
         self.peer = f"{state.identity}:{state.pid}:{state.started}"
         self._layout, self._wanted, self._door = layout, path, door
         self.lanes = Lanes(lambda deadline_s: link.lane(deadline_s))
@@ -216,11 +219,18 @@ class Access:
         finally:
             self._lock.release()
 
+    @property
+    def mapped_for_writing(self) -> SlotMemory | None:
+        """What `writable` gave before."""
+        return self._writable
+
     def _open_shm(self) -> None:
         self.memory = self.map_memory(writable=False)
         if self.memory is not None:
             region = self.memory.view[SlotMemory.size(self.state.slots, self._layout.block_size) :]
             self.nearby = nearby(self.memory, region, self.state.incarnation, self._now_s, self._tell_uses)
+            if self.nearby is not None and not self.nearby.ask:
+                self.spares = Spares(self.link, self._now_s)
             self.path = Path.SHM
 
     def _tell_uses(self, uses: Sequence[tuple[int, int]]) -> None:
@@ -259,9 +269,11 @@ class Access:
     def close(self) -> None:
         if self.nearby is not None:
             self.nearby.flush()
+        if self.spares is not None:
+            self.spares.close()
         self.link.close()
         self.lanes.close()
-        self.memory = self._writable = self.nearby = None
+        self.memory = self._writable = self.nearby = self.spares = None
         for segment in self._segments:
             segment.close()
         if self.path is Path.UCX:

@@ -38,6 +38,7 @@ from kvtool.pool.pace import Pace
 from kvtool.pool.putting import ANSWER_SHARE, Putting
 from kvtool.pool.ranks import Route, Share
 from kvtool.pool.reading import Counting, PoolRead
+from kvtool.pool.single import Single
 from kvtool.pool.told import Untold
 from kvtool.pool.wire import Cut, Found, Op
 
@@ -56,6 +57,7 @@ class Calls:
     def __init__(self, setting: Setting, layout: KVLayout) -> None:
         self.setting, self.layout = setting, layout
         self._ranks, self._driver, self._now_s = setting.ranks, setting.driver, setting.now_s
+        self._single = Single(setting.driver, setting.now_s, setting.ranks.lost)
         self.pace = Pace()
         self.counting = Counting(layout.block_tokens)
         self._untold = Untold(self.counting)
@@ -143,19 +145,25 @@ class Calls:
         self._ranks.saw_epoch(near.epoch)
         return near
 
-    def _held_here(self, blocks: Sequence[Put], at: int | str | None) -> set[int]:
-        """Positions of plain puts whose blocks are there already, as the directories of their ranks show."""
-        plain = [n for n, block in enumerate(blocks) if block.transient_s is None and block.retention is DEFAULT]
-        held: set[int] = set()
-        if not plain or self._ranks.copies > 1:
-            return held
-        for access, mine in Route(self._ranks, [blocks[n].key for n in plain], at, reading=False).first():
+    async def _write_near(
+        self, blocks: Sequence[Put], deadline_s: float, at: int | str | None
+    ) -> list[PutResult | None]:
+        """Puts of what is there already, as the directory of its rank shows, and of a block that comes alone; None for
+        the others."""
+        results: list[PutResult | None] = [None] * len(blocks)
+        if self._ranks.copies > 1:
+            return results
+        for access, positions in Route(self._ranks, [block.key for block in blocks], at, reading=False).first():
             near = None if access is None else self._near(access)
-            if near is not None:
-                positions = [plain[n] for n in mine]
-                flags = near.holds([blocks[n].key for n in positions])
-                held.update(n for n, there in zip(positions, flags, strict=True) if there)
-        return held
+            if near is None or access is None or near.ask:
+                continue
+            plain = [n for n in positions if blocks[n].transient_s is None and blocks[n].retention is DEFAULT]
+            for position, there in zip(plain, near.holds([blocks[n].key for n in plain]), strict=True):
+                if there:
+                    results[position] = _HELD
+            if len(blocks) == 1 and results[0] is None:
+                results[0] = await self._single.put(access, blocks[0], deadline_s)
+        return results
 
     # Reading
 
@@ -310,14 +318,14 @@ class Calls:
     ) -> list[PutResult]:
         deadline_s = self._now_s() + budget_s
         blocks = self._as_often_as_wanted(blocks)
-        held = self._held_here(blocks, at)
-        left = [block for n, block in enumerate(blocks) if n not in held] if held else blocks
-        results: list[PutResult] = []
+        near: list[PutResult | None] = [None] * len(blocks)
+        if cancel is None or not cancel.is_set():
+            near = await self._write_near(blocks, deadline_s, at)
+        left = [block for block, result in zip(blocks, near, strict=True) if result is None]
         if left:
-            results = await Putting(self._ranks, self._driver, self.layout, left, deadline_s, at, cancel).run()
-        if held:
-            others = iter(results)
-            results = [_HELD if n in held else next(others) for n in range(len(blocks))]
+            others = iter(await Putting(self._ranks, self._driver, self.layout, left, deadline_s, at, cancel).run())
+            near = [result or next(others) for result in near]
+        results = [result for result in near if result is not None]
         self.counting.put(results, [block.size for block in blocks], Path.SHM)
         return results
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtool.kv.record import Commit, Grant, Granted
 from kvtool.pool.base import Outcome, Path, Put, PutResult
+from kvtool.pool.halves import in_halves
 from kvtool.transfer.checksum import checksum, copy_checksum
 
 BATCH = 32
@@ -22,6 +25,20 @@ def fill_room(block: Put, room: memoryview) -> int:
         raise ValueError(f"put of {block.key.hex()[:16]}: wanted `fill` or `data`, found neither")
     block.fill(room)
     return checksum(room, block.key)
+
+
+def fill_rooms(work: Sequence[tuple[Put, memoryview]]) -> list[int]:
+    """`fill_room` of each; blocks that come as `data` by two threads where that pays."""
+    if any(block.data is None for block, _ in work):
+        return [fill_room(block, room) for block, room in work]
+    sums = [0] * len(work)
+
+    def some(positions: Sequence[int]) -> None:
+        for at in positions:
+            sums[at] = fill_room(*work[at])
+
+    in_halves(range(len(work)), sum(block.size for block, _ in work), some)
+    return sums
 
 
 def refusal(answer: Granted, size: int, slot_size: int, why_full: str) -> PutResult:

@@ -71,6 +71,9 @@ class Line(Protocol):
     def connected(self) -> bool: ...
 
     @property
+    def losses(self) -> int: ...
+
+    @property
     def asked(self) -> int: ...
 
     @property
@@ -143,7 +146,8 @@ class Link:
         self._open_since_s: float | None = None  # circuit breaker
         self._probe_at_s, self._probe_every_s = 0.0, PROBES_S[0]
         self._doubt_s: float | None = None  # when the first request that was forgotten should have been answered
-        self.breaks = 0
+        self.breaks = self.losses = 0
+        """How often the breaker opened, and how often a connection ended."""
         self.heard_s = -1e9
         self._dialled_s = -RETRY_S
         self._looked_s = -1e9
@@ -465,8 +469,8 @@ class Link:
             return
         if op in (Op.LOOKUP, Op.GATHER):
             self.tell(Op.RELEASE, wire.pack_numbers([undo]))
-        elif op is Op.RESERVE:
-            answers, _ = wire.unpack_grants(message.body)
+        elif op in (Op.RESERVE, Op.STORE):
+            answers, _ = wire.unpack_grants(message.body[2:] if op is Op.STORE else message.body)
             aborts = [(a.slot, a.generation) for a in answers if a.grant is Grant.GRANTED]
             if aborts:
                 self.tell(Op.ABORT, wire.pack_aborts(0.0, aborts))
@@ -532,6 +536,7 @@ class Link:
             if sock is None or self._sock is not sock:
                 return
             self._sock = None
+            self.losses += 1
             self._asked.clear()
             self._given_up.clear()
             self._open_since_s = self._doubt_s = None

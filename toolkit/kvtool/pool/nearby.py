@@ -12,11 +12,8 @@ is not told, which makes these blocks look a little older than they are.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 
@@ -25,13 +22,12 @@ from kvtool.kv.block import BlockKey
 from kvtool.pool.base import Got, Path, Tier
 from kvtool.pool.buffers import Room
 from kvtool.pool.directory import DirectoryReader, Spot, Spots
+from kvtool.pool.halves import in_halves
 from kvtool.pool.memory import SlotMemory
 
 USES_MAX, USES_S = 256, 0.02
 FEW = 6
 """Up to here one look a key is quicker than one look for all."""
-SHARED_SIZE = 4 * 2**20
-"""Bytes from which on a second thread helps to copy."""
 
 
 class Nearby:
@@ -60,6 +56,11 @@ class Nearby:
     def epoch(self) -> int:
         """Of the pool, as the rank last knew it."""
         return self._directory.epoch
+
+    @property
+    def ask(self) -> bool:
+        """Puts must be the rank's business from the start: it writes through."""
+        return self._directory.ask
 
     def match(self, keys: Sequence[BlockKey]) -> int | None:
         """How many leading `keys` are resident there; None: the rank must be asked."""
@@ -148,24 +149,20 @@ class Nearby:
     ) -> None:
         """Into `got`, at the positions `chosen`."""
         size = len(chosen) * self._memory.slot_size
-        helper = _helper(os.getpid()) if len(chosen) > 1 and size >= SHARED_SIZE else None
-        half = len(chosen) // 2 if helper is not None else len(chosen)
-        rest = None
-        if helper is not None:
-            rest = helper.submit(self._copy_some, keys, rooms, spots, chosen[half:], got)
-        try:
-            self._copy_some(keys, rooms, spots, chosen[:half], got)
-        finally:
-            if rest is not None:
-                rest.result()  # never leave while a thread still writes into the caller's memory
+        in_halves(chosen, size, lambda some: self._copy_some(keys, rooms, spots, some, got))
 
     def _copy_some(
-        self, keys: Sequence[BlockKey], rooms: Sequence[Room], spots: Spots, chosen: list[int], got: list[Got | None]
+        self,
+        keys: Sequence[BlockKey],
+        rooms: Sequence[Room],
+        spots: Spots,
+        chosen: Sequence[int],
+        got: list[Got | None],
     ) -> None:
         if not chosen:
             return
-        facts = spots.rows[chosen, 4:7].tolist()
-        for at, slot, (_, length, wanted) in zip(chosen, spots.slots[chosen].tolist(), facts, strict=True):
+        facts = spots.rows[list(chosen), 4:7].tolist()
+        for at, slot, (_, length, wanted) in zip(chosen, spots.slots[list(chosen)].tolist(), facts, strict=True):
             room = rooms[at]
             if 0 < length <= min(room.size, self._memory.slot_size):
                 found = room.fill(self._memory.slot(slot, length), keys[at])
@@ -187,14 +184,6 @@ class Nearby:
 
 def _uses(spots: Spots, positions: np.ndarray) -> list[tuple[int, int]]:  # type: ignore[type-arg]
     return list(zip(spots.slots[positions].tolist(), spots.rows[positions, 4].tolist(), strict=True))
-
-
-@cache
-def _helper(pid: int) -> ThreadPoolExecutor | None:
-    """One more thread for copies in process `pid` (a fork has none of its parent's); None on a single core."""
-    if len(os.sched_getaffinity(0)) < 2:
-        return None
-    return ThreadPoolExecutor(1, thread_name_prefix="kvtool-copy")
 
 
 def nearby(

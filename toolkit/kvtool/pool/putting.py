@@ -19,7 +19,7 @@ from kvtool.pool.access import UCX_SETTLE_S, Access
 from kvtool.pool.base import Cancelling, Outcome, Path, Put, PutResult
 from kvtool.pool.data import PREFACE
 from kvtool.pool.driver import UCX_SIZE, Driver
-from kvtool.pool.filling import BATCH, fill_room, outcome_of, refusal
+from kvtool.pool.filling import BATCH, fill_room, fill_rooms, outcome_of, refusal
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.ranks import Ranks, Route
 from kvtool.pool.wire import Op
@@ -212,10 +212,9 @@ class Putting:
     def _write_mapped(self, part: _Part) -> None:
         memory = part.memory
         assert memory is not None
-        for position, grant in part.granted:
-            block = self._blocks[position]
-            room = memory.slot(grant.slot, block.size)
-            part.commits.append((grant.slot, grant.generation, fill_room(block, room)))
+        work = [(self._blocks[at], memory.slot(grant.slot, self._blocks[at].size)) for at, grant in part.granted]
+        for (_, grant), sum_ in zip(part.granted, fill_rooms(work), strict=True):
+            part.commits.append((grant.slot, grant.generation, sum_))
 
     def _write_socket(self, part: _Part) -> None:
         """One transfer for all of a rank's blocks; each is sent while it is in the cache, from the same memory."""

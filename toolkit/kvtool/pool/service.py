@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.copying import CopyOf, Why
-from kvtool.kv.record import Committing, Grant, Granted, Hit, Holding, Reading, Want
+from kvtool.kv.record import Commit, Committing, Grant, Granted, Hit, Holding, Reading, Want
 from kvtool.pool import wire
 from kvtool.pool.copier import OWNER, Copier
 from kvtool.pool.data import Lanes
@@ -112,6 +112,7 @@ class Service:
             Op.FETCH: self._fetch,
             Op.TOUCH: self._touch,
             Op.COUNTED: lambda _, message, __: self.reads.add(wire.unpack_map(message.body)),
+            Op.STORE: self._store,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
@@ -384,6 +385,24 @@ class Service:
         key, slot, generation = wire.unpack_corrupt(message.body)
         if slot < self.store.dram.count and self.store.corrupt(key, slot, generation, now_s):
             log.warning("corrupt block quarantined key=%s slot=%d reader=%r", key.hex()[:16], slot, connection.name)
+        self._moved(now_s)
+
+    def _store(self, connection: Connection, message: Message, now_s: float) -> None:
+        """A commit of one block into a slot that was reserved for it; and another slot for the next."""
+        what = wire.unpack_store(message.body)
+        if what.slot >= self.store.dram.count:
+            raise ProtocolError(f"commit of a slot that does not exist; this rank has {self.store.dram.count}")
+        owner, slot, generation = connection.owner, what.slot, what.generation
+        spare: Granted | None = None
+        grant, commit = self.store.name(owner, slot, generation, what.want, now_s), Commit.LAPSED
+        if grant is not Grant.DUPLICATE:
+            commit = self.store.commit(owner, slot, generation, what.checksum, now_s)
+            if what.next_key is not None:
+                spare = self.store.reserve_unnamed(owner, what.next_key, now_s)
+        else:
+            spare = Granted(Grant.GRANTED, slot, generation)
+        self.tiers.carry_out()
+        connection.send(Op.STORE, message.request, wire.pack_stored(grant, commit, spare))
         self._moved(now_s)
 
     def _touch(self, connection: Connection, message: Message, now_s: float) -> None:

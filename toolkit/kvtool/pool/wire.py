@@ -65,6 +65,7 @@ class Op(IntEnum):
     FETCH = 22
     """A LOOKUP or GATHER whose blocks are sent at once; no lease is left. For what is as quickly sent as asked for."""
     TOUCH = 30
+    STORE = 31
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
     COUNTED = 41
@@ -483,6 +484,44 @@ def unpack_aborts(body: Body) -> tuple[float, list[tuple[int, int]]]:
     if rest:
         raise ProtocolError(f"abort: wanted records of {_ABORT.size} bytes, found {len(body) - _SETTLED.size}")
     return _seconds(settle_s), list(_ABORT.iter_unpack(_records("abort", _ABORT, count, body, _SETTLED.size)))
+
+
+# Store: a reserved slot, what it holds, and under which key another is to be reserved -> what came of it, that slot
+
+
+@dataclass(frozen=True)
+class Storing:
+    slot: int
+    generation: int
+    checksum: int
+    want: Want
+    next_key: BlockKey | None
+    """None: no slot is wanted for a next block."""
+
+
+def pack_store(storing: Storing) -> bytes:
+    head = _COMMIT.pack(storing.slot, storing.generation, storing.checksum)
+    return head + pack_wants(0.0, [storing.want]) + (storing.next_key or b"")
+
+
+def unpack_store(body: Body) -> Storing:
+    slot, generation, checksum = _head("store", _COMMIT, body)
+    size = _COMMIT.size + _WAIT_COUNT.size + _WANT.size
+    _, wants = unpack_wants(body[_COMMIT.size : size])
+    if len(wants) != 1 or len(body) not in (size, size + KEY_SIZE):
+        raise ProtocolError(f"store: wanted one block in {size} bytes, found {len(wants)} in {len(body)}")
+    return Storing(slot, generation, checksum, wants[0], bytes(body[size:]) or None)
+
+
+def pack_stored(grant: Grant, commit: Commit, spare: Granted | None) -> bytes:
+    return bytes([grant, commit]) + pack_grants([] if spare is None else [spare], "")
+
+
+def unpack_stored(body: Body) -> tuple[Grant, Commit, Granted | None]:
+    if len(body) < 2:
+        raise ProtocolError(f"stored: wanted at least 2 bytes, found {len(body)}")
+    spare, _ = unpack_grants(body[2:])
+    return _one_of(Grant, body[0]), _one_of(Commit, body[1]), spare[0] if spare else None
 
 
 # Touch: (slot, generation) each, of blocks that were found in the rank's directory
