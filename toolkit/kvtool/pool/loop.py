@@ -138,6 +138,7 @@ class Loop:
         self._posted: deque[Callable[[], None]] = deque()
         self._owners = 0
         self._listeners: list[socket.socket] = []
+        self._attended: set[socket.socket] = set()
         self._strangers: dict[int, Connection] = {}  # not admitted yet, the oldest first
         self._connections_max = max(16, os.sysconf("SC_OPEN_MAX") - _FILES_SPARE)
 
@@ -194,12 +195,14 @@ class Loop:
     def attend(self, sock: socket.socket, call: Callable[[], None], writing: bool = False) -> None:
         """Call `call` when there is something to read from `sock`, or room to write to it; sockets of others."""
         events = selectors.EVENT_WRITE if writing else selectors.EVENT_READ
-        if sock in self._selector.get_map():
+        if sock in self._attended:
             self._selector.modify(sock, events, call)
         else:
+            self._attended.add(sock)
             self._selector.register(sock, events, call)
 
     def leave(self, sock: socket.socket) -> None:
+        self._attended.discard(sock)
         self._selector.unregister(sock)
 
     def watch(self, connection: Connection, writing: bool) -> None:

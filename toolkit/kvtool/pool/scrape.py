@@ -34,7 +34,9 @@ class Scrape:
     def __init__(self, loop: Loop, host: str, page: Callable[[], str], now_s: Callable[[], float]) -> None:
         self._loop, self._page, self._now_s = loop, page, now_s
         self._visits: dict[int, _Visit] = {}
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.bind((host, 0))
+        self._listener.listen(OPEN_MAX)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
