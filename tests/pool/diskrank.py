@@ -92,7 +92,11 @@ class Rank:
             self.events.pop(0)(self.now_s)
             self.tiers.carry_out()
 
-    def put(self, key: bytes, parent: bytes | None) -> Commit | None:
+    def begin(self, key: bytes) -> Commit | None:
+        """A put that is not waited for until it is durable."""
+        return self.put(key, None, wait=False)
+
+    def put(self, key: bytes, parent: bytes | None, wait: bool = True) -> Commit | None:
         for _ in range(4):
             (answer,) = self.store.reserve(1, [Want(key, SIZE, parent)], self.now_s)
             self.settle()
@@ -102,7 +106,7 @@ class Rank:
                 commit = (answer.slot, answer.generation, checksum(room, key))
                 committing = self.store.commit_all(1, [commit], self.now_s)
                 self.settle()
-                assert committing.done
+                assert committing.done or not wait
                 return committing.results[0]
             if answer.grant is not Grant.WAIT:
                 return None
