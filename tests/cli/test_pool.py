@@ -36,6 +36,18 @@ def test_a_pool_is_started_looked_at_and_stopped(tmp_path: Path, capsys: pytest.
         assert main(["pool", "audit", *run_dir]) == 0
         assert "nothing is held" in capsys.readouterr().err
 
+        os.kill(found["keeper"]["pid"], signal.SIGKILL)
+        assert main(["pool", "status", *run_dir]) == 0
+        assert "no keeper runs" in capsys.readouterr().err
+        assert main(["pool", "up", "--layout", LAYOUT, *sizes, *run_dir]) == 0
+        assert "it had no keeper" in capsys.readouterr().err
+        assert main(["pool", "drain", "1", "--leave", *run_dir]) == 0
+        assert "rank 1 has left" in capsys.readouterr().err
+        assert main(["pool", "drain", "0", *run_dir]) == 2
+        assert "all that take blocks" in capsys.readouterr().err
+        assert main(["pool", "resize", "--ranks", "2", *run_dir]) == 0
+        assert "started: rank 1" in capsys.readouterr().err
+
         os.kill(found["ranks"][0]["pid"], signal.SIGKILL)
         deadline_s = time.monotonic() + 5
         while runs(found["ranks"][0]["pid"], started_at_first) and time.monotonic() < deadline_s:

@@ -192,9 +192,9 @@ def resize(
     folder = _folder(run_dir)
     budget_s = _parsed("--timeout", timeout, parse_seconds)
     started, gone = resize_pool(folder, ranks, budget_s=budget_s, progress=_Moving())
-    for what, which in (("started", started), ("left", gone)):
+    for what, which in (("started", started), ("drained and ended", gone)):
         if which:
-            console.step(f"ranks {', '.join(map(str, which))} {what}")
+            console.step(f"{what}: rank {', '.join(map(str, which))}")
     console.done(f"{ranks} ranks in {folder}")
 
 

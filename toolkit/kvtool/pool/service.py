@@ -119,7 +119,8 @@ class Service:
         }
 
     def serve(self, op: Op, handler: Callable[[Connection, Message, float], None]) -> None:
-        """Have `handler` answer messages of that kind."""
+        """Have `handler` answer messages of that kind: what ranks and operators say about who is in the pool. Clients
+        of a tenant must never get there."""
         self._handlers[op] = handler
 
     # Connections
