@@ -21,6 +21,7 @@ from kvtool.errors import KvtoolError, PoolUnavailable, Unavailable
 from kvtool.kv.layout import KVLayout
 from kvtool.pool.base import Path
 from kvtool.pool.breaker import Breaker
+from kvtool.pool.buffers import HostRoom, Room
 from kvtool.pool.lane import Lanes
 from kvtool.pool.link import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
@@ -30,6 +31,7 @@ from kvtool.pool.spare import Spares
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Op, pack_aborts, pack_touches
 from kvtool.transfer import nixl
+from kvtool.transfer.landing import Landing
 from kvtool.transfer.segment import Segment
 from kvtool.transfer.staging import Staging
 
@@ -58,6 +60,29 @@ class UcxDoor:
         self._inbox: Staging | None = None
         self._closed = False
         self._abandoned: list[tuple[Line, list[tuple[int, int]]]] = []
+        self._landings: list[Landing] = []
+
+    def register(self, view: memoryview, owner: object) -> Landing:
+        """Memory that transfers by UCX may write to directly."""
+        landing = Landing(view, owner, self._landings.remove)
+        self._landings.append(landing)
+        return landing
+
+    def landing(self, address: int, size: int) -> Landing | None:
+        """The registered memory that a place lies in."""
+        return next((one for one in self._landings if one.holds(address, size)), None)
+
+    def held(self, rooms: Sequence[Room]) -> list[int]:
+        """Positions of those that a transfer which was given up may still write to."""
+        if not self._landings:
+            return []
+        mine = [self.landing(r.address, r.size) if isinstance(r, HostRoom) else None for r in rooms]
+        return [position for position, landing in enumerate(mine) if landing is not None and not landing.free]
+
+    @property
+    def lands(self) -> bool:
+        """Whether any memory is registered."""
+        return bool(self._landings)
 
     @property
     def reader(self) -> UcxReader:

@@ -26,7 +26,7 @@ from kvtool.pool.access import Access, UcxDoor
 from kvtool.pool.aiolink import AioLink
 from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, Path, PoolCounts, Put, PutResult
-from kvtool.pool.buffers import rooms_of
+from kvtool.pool.buffers import host_room, rooms_of
 from kvtool.pool.calls import Calls
 from kvtool.pool.client import PATHS, tell_of_forks
 from kvtool.pool.driver import Asked
@@ -38,6 +38,7 @@ from kvtool.pool.reading import PoolRead
 from kvtool.pool.state import RankState
 from kvtool.pool.verbs import NOT_PICKLED, lengths_match, puts_of
 from kvtool.pool.wire import Op
+from kvtool.transfer.landing import Landing
 
 INLINE_MAX = 2**20
 """Bytes that are copied on the event loop: handing them to a thread takes as long."""
@@ -205,6 +206,11 @@ class AsyncPoolClient:
     ) -> GetResult:
         lengths_match(keys, buffers)
         return await self._calls.get_into(keys, rooms_of(buffers), budget_s, leading, at, cancel)
+
+    def register(self, buffer: Any) -> Landing:
+        """As `PoolClient.register`."""
+        room = host_room(buffer)
+        return self._ranks.door.register(room.view, room)
 
     async def write(
         self,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvtool.transfer.checksum import as_bytes, copy_checksum
+from kvtool.transfer.peer import address_of
 
 
 class Room(Protocol):
@@ -33,6 +34,10 @@ class HostRoom:
 
     def __init__(self, view: memoryview, owner: object = None) -> None:
         self.view, self.size, self._owner = view, len(view), owner
+
+    @property
+    def address(self) -> int:
+        return address_of(self.view)
 
     def fill(self, source: memoryview, key: bytes) -> int:
         return copy_checksum(self.view[: len(source)], source, key)
@@ -71,6 +76,17 @@ def rooms_of(buffers: Sequence[Any]) -> list[Room]:
             raise ValueError(f"buffer {at}: wanted one that can be written to, found a read-only one")
         rooms.append(HostRoom(view))
     return rooms
+
+
+def host_room(buffer: Any) -> HostRoom:
+    """
+    Raises:
+        ValueError, TypeError: as `rooms_of`; or it is on a GPU.
+    """
+    (room,) = rooms_of([buffer])
+    if not isinstance(room, HostRoom) or not room.size:
+        raise ValueError("only memory of the host can be registered, and at least a byte of it")
+    return room
 
 
 def bytes_of(buffer: Any) -> memoryview:

@@ -218,9 +218,7 @@ class Calls:
         whole = finished(got, reason)
         self.counting.got(whole)
         self.tell_counts()
-        return GetResult(
-            whole, leading_run(whole), [position for position, one in enumerate(whole) if one.reason == "held"]
-        )
+        return GetResult(whole, leading_run(whole), self._ranks.door.held(rooms))
 
     async def _get_some(
         self,

@@ -26,7 +26,7 @@ from kvtool.kv.layout import KVLayout
 from kvtool.kv.retention import DEFAULT, Retention
 from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, PoolCounts, Put, PutResult
-from kvtool.pool.buffers import rooms_of
+from kvtool.pool.buffers import host_room, rooms_of
 from kvtool.pool.calls import Calls
 from kvtool.pool.driver import Direct, complete
 from kvtool.pool.moving import transfer
@@ -34,6 +34,7 @@ from kvtool.pool.outside import Outside
 from kvtool.pool.ranks import Ranks
 from kvtool.pool.reading import PoolRead
 from kvtool.pool.verbs import Verbs, lengths_match
+from kvtool.transfer.landing import Landing
 
 PATHS = ("auto", "shm", "ucx", "socket")
 
@@ -106,6 +107,20 @@ class PoolClient(Verbs):
     ) -> GetResult:
         lengths_match(keys, buffers)
         return complete(self._calls.get_into(keys, rooms_of(buffers), budget_s, leading, at, cancel))
+
+    def register(self, buffer: Any) -> Landing:
+        """Memory of yours that blocks may be read into by UCX without a copy on the way, once `get_into` is given
+        pieces of it. A context manager; release it when it is not wanted for that any more. On other paths it changes
+        nothing.
+
+        A rank that hangs in the middle of such a read may still write there when it goes on. Then the result names the
+        positions (`GetResult.held`), and until the landing is `free` again all of it must be left alone.
+
+        Raises:
+            ValueError, TypeError: not writable contiguous memory of the host.
+        """
+        room = host_room(buffer)
+        return self._ranks.door.register(room.view, room)
 
     def write(
         self,

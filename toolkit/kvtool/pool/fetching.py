@@ -1,9 +1,9 @@
 """From leases to bytes: what ranks answered, as checked blocks in place, or copied into the caller's buffers.
 
 In place, where a rank's memory is mapped: a view, hashed once. Elsewhere blocks come by UCX or by socket into the
-client's staging, one transfer a rank, or by socket straight into the caller's buffer. A copy into a buffer is hashed as
-it is made (`transfer.checksum`), so it is the copy that is vouched for; whatever happens to the lease meanwhile cannot
-spoil it.
+client's staging, one transfer a rank, or straight into the caller's buffer: by socket, and by UCX if it is registered.
+A copy into a buffer is hashed as it is made (`transfer.checksum`), so it is the copy that is vouched for; whatever
+happens to the lease meanwhile cannot spoil it.
 
 A block whose bytes are not its own is a miss: "lapsed" when its lease is over, else "corrupt", and its rank is told.
 """
@@ -25,6 +25,7 @@ from kvtool.pool.pace import Pace
 from kvtool.pool.reading import Held, Placed
 from kvtool.pool.wire import Op
 from kvtool.transfer.checksum import checksum
+from kvtool.transfer.landing import Landing
 from kvtool.transfer.staging import Staged
 
 Hit = tuple[int, BlockKey, tuple[int, int, int, int, int]]
@@ -161,6 +162,8 @@ class Fetching:
         if part.access.path is Path.SOCKET and all(isinstance(rooms[position], HostRoom) for position, _, _ in hits):
             await self._driver.work(UCX_SIZE, lambda: self._receive(part, hits, rooms, got, lapses_at_s))
             return
+        if part.access.path is Path.UCX and self._ranks.door.lands:
+            hits = await self._land(part, hits, rooms, got, lapses_at_s)
         while hits:
             step = max(1, self._door_blocks(part) // 2)
             data, held = await self._bring(part, hits[:step], lapses_at_s)
@@ -176,6 +179,48 @@ class Fetching:
                 )
             finally:
                 held.release()
+
+    async def _land(
+        self, part: Part, hits: Sequence[Hit], rooms: Sequence[Room], got: list[Got | None], lapses_at_s: float
+    ) -> list[Hit]:
+        """By UCX straight into registered buffers, one transfer; what is left are the hits whose buffers are not."""
+        door, access, rest = self._ranks.door, part.access, []
+        there: list[tuple[Hit, HostRoom, Landing]] = []
+        for item in hits:
+            room = rooms[item[0]]
+            landing = door.landing(room.address, item[2][1]) if isinstance(room, HostRoom) else None
+            if landing is None or not isinstance(room, HostRoom):
+                rest.append(item)
+            elif landing.free:
+                there.append((item, room, landing))
+            else:
+                self._asking.end([item[0]], "held")
+        ranges = [(access.offset(hit[0]), hit[1]) for (_, _, hit), _, _ in there]
+        addresses, landings = [room.address for _, room, _ in there], [landing for _, _, landing in there]
+
+        def bring() -> None:
+            door.reader.read_into(access.peer, ranges, addresses, list(set(landings)), self._deadline_s)
+
+        def check() -> None:
+            for (position, key, (slot, length, generation, wanted, filed)), room, _ in there:
+                if checksum(room.view[:length], key) == wanted:
+                    got[position] = hit_of(length, bool(filed), Path.UCX)
+                else:
+                    self._asking.end([position], self._failed(part, key, slot, generation, lapses_at_s))
+
+        if there:
+            try:
+                await self._driver.work(UCX_SIZE, bring)
+            except KvtoolError:
+                access.transfers.bad(self._now_s())
+                late = "timeout" if self._now_s() >= self._deadline_s else "rank_down"
+                free = all(landing.free for landing in landings)
+                self._asking.end([item[0] for item, _, _ in there], late if free else "held")
+                self._ranks.lost()
+                return rest
+            access.transfers.good()
+            await self._driver.work(sum(size for _, size in ranges), check)
+        return rest
 
     def _fill(
         self,

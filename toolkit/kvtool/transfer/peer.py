@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtool.errors import Unavailable
+
+if TYPE_CHECKING:
+    from kvtool.transfer.landing import Landing
 
 _SPIN_S = 100e-6
 _WAIT_S = (20e-6, 200e-6)  # first and longest wait between polls
@@ -43,6 +46,7 @@ class Posted:
     peer: Peer
     handle: Any
     slots: list[int] = field(default_factory=list)
+    landings: list[Landing] = field(default_factory=list)
 
 
 def poll(state: Callable[[], str], deadline_s: float) -> str:

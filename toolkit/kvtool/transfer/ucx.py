@@ -32,6 +32,7 @@ import numpy as np
 from kvtool.errors import ProtocolError, Unavailable
 from kvtool.transfer import nixl
 from kvtool.transfer.checksum import as_bytes
+from kvtool.transfer.landing import Landing
 from kvtool.transfer.peer import Peer, PeerDead, PeerHung, Posted, address_of, poll
 from kvtool.transfer.staging import Staged, Staging
 
@@ -148,6 +149,26 @@ class UcxReader:
             raise
         return staged
 
+    def read_into(
+        self,
+        peer_id: str,
+        ranges: Sequence[tuple[int, int]],
+        addresses: Sequence[int],
+        landings: Sequence[Landing],
+        deadline_s: float,
+    ) -> None:
+        """Copy (offset, size) ranges of the peer's memory to `addresses`, which lie in `landings`; one transfer.
+
+        Raises:
+            ValueError, PeerDead, PeerHung, Unavailable: as `read`. After PeerHung the landings are not `free`.
+        """
+        peer = self._peer(peer_id, ranges)
+        with self._lock:
+            self._require_open()
+            for landing in landings:
+                landing.prepare(self._agent, self.progress)
+        self._run("READ", peer_id, peer, ranges, (), deadline_s, addresses, landings)
+
     def write(self, peer_id: str, pieces: Sequence[tuple[int, memoryview]], deadline_s: float) -> None:
         """Copy each view to its offset in the peer's memory; one transfer, whole at the peer when this returns.
 
@@ -246,12 +267,15 @@ class UcxReader:
         ranges: Sequence[tuple[int, int]],
         slots: Sequence[int],
         deadline_s: float,
+        addresses: Sequence[int] = (),
+        landings: Sequence[Landing] = (),
     ) -> None:
-        """Post one transfer and wait for it."""
+        """Post one transfer, between the peer's `ranges` and `slots` of staging or `addresses`, and wait for it."""
         if not ranges:
             return
         base, step = self.staging.address, self.staging.slot_size
-        local = [(base + slot * step, size, 0) for slot, (_, size) in zip(slots, ranges, strict=True)]
+        places = addresses or [base + slot * step for slot in slots]
+        local = [(address, size, 0) for address, (_, size) in zip(places, ranges, strict=True)]
         remote = [(peer.address + offset, size, 0) for offset, size in ranges]
         handle, began_s = None, time.monotonic()
         if began_s >= deadline_s:
@@ -280,14 +304,14 @@ class UcxReader:
             ) from None
         except BaseException as error:
             if handle is not None:  # not known to be over: a Ctrl-C in the wait, an error of the backend
-                self._abandon(peer, handle, slots)
+                self._abandon(peer, handle, slots, landings)
             if isinstance(error, Exception) and type(error).__name__.startswith("nixl"):
                 raise Unavailable(f"peer {peer_id}: UCX {operation} failed ({error})") from None
             raise
         if state == "DONE":
             self._over(peer, handle)
             return
-        self._abandon(peer, handle, slots)
+        self._abandon(peer, handle, slots, landings)
         raise PeerHung(
             f"peer {peer_id} did not serve a {operation} of {len(ranges)} blocks in "
             f"{time.monotonic() - began_s:.3f} s; its process or link hangs, or it does not call progress"
@@ -298,11 +322,13 @@ class UcxReader:
             state: str = self._agent.check_xfer_state(handle)
             return state
 
-    def _abandon(self, peer: Peer, handle: Any, slots: Sequence[int]) -> None:
+    def _abandon(self, peer: Peer, handle: Any, slots: Sequence[int], landings: Sequence[Landing]) -> None:
         with self._lock:
             self.staging.hold(slots)
+            for landing in landings:
+                landing.hold()
             peer.abandoned += 1
-            self._abandoned.append(Posted(peer, handle, list(slots)))
+            self._abandoned.append(Posted(peer, handle, list(slots), list(landings)))
 
     def _reap(self) -> None:
         """Poll what was abandoned; whatever is over gives its slots back. Under the lock."""
@@ -317,6 +343,8 @@ class UcxReader:
                 continue
             transfer.peer.abandoned -= 1
             self.staging.unhold(transfer.slots)
+            for landing in transfer.landings:
+                landing.unhold()
             self._over(transfer.peer, transfer.handle)
         self._abandoned = still
 
