@@ -1,8 +1,6 @@
 """Order: which block of a tier goes next, by level first and then by the eviction policy.
 
-Each level has a policy of its own, so that a policy never has to know of priorities. A change of policy costs nothing
-at once: the blocks that are there stay with the old one, which gives its victims first; those that are used meanwhile
-move over to the new one, and so does the memory of those that go.
+Each level has a policy of its own, so that a policy never has to know of priorities.
 
 Pure rules. `may_go` is the tier's answer to whether a block could leave it now.
 """
@@ -13,56 +11,9 @@ from collections.abc import Callable
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.policy import make
-from kvtool.kv.policy.base import MayGo, Policy
+from kvtool.kv.policy.base import Policy
+from kvtool.kv.policy.changing import Changing, may_change, settled
 from kvtool.kv.record import Entry
-
-CHANGES_MAX = 4
-"""Changes of policy that may be under way at a time."""
-
-
-class Changing(Policy[BlockKey]):
-    """The blocks of `old` on their way to `new`."""
-
-    def __init__(self, old: Policy[BlockKey], new: Policy[BlockKey]) -> None:
-        self.old, self.new = old, new
-
-    def admit(self, key: BlockKey, turn: int = 0) -> None:
-        self.new.admit(key, turn)
-
-    def use(self, key: BlockKey, turn: int = 0) -> None:
-        if key in self.old:
-            self.old.leave(key, evicted=False)
-            self.new.admit(key, turn)
-        self.new.use(key, turn)
-
-    def renew(self, key: BlockKey) -> None:
-        (self.old if key in self.old else self.new).renew(key)
-
-    def leave(self, key: BlockKey, evicted: bool) -> None:
-        if key in self.old:
-            self.old.leave(key, evicted=False)
-            if not evicted:
-                return
-            self.new.admit(key)
-        self.new.leave(key, evicted)
-
-    def offer(self, key: BlockKey) -> None:
-        self.old.offer(key)
-        self.new.offer(key)
-
-    def victim(self, may_go: MayGo[BlockKey] | None = None) -> BlockKey | None:
-        key = self.old.victim(may_go)
-        return self.new.victim(may_go) if key is None else key
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self.new or key in self.old
-
-    def __len__(self) -> int:
-        return len(self.new) + len(self.old)
-
-    @property
-    def ghosts(self) -> int:
-        return self.old.ghosts + self.new.ghosts
 
 
 class Order:
@@ -120,16 +71,19 @@ class Order:
     def next(self) -> BlockKey | None:
         """The block that goes next, which stays in the order until it leaves; None when none may go."""
         levels = self._levels
-        for level in sorted(levels) if len(levels) > 1 else levels:
-            key = levels[level].victim(self._may_go)
+        for level in sorted(levels) if len(levels) > 1 else list(levels):
+            policy = levels[level]
+            if isinstance(policy, Changing) and not len(policy.old):
+                policy = levels[level] = settled(policy)
+            key = policy.victim(self._may_go)
             if key is not None:
                 return key
         return None
 
     def change(self, name: str) -> bool:
         """Order by another policy from now on. False when too many changes are under way."""
-        levels = {level: _settled(policy) for level, policy in self._levels.items()}
-        if any(_changes(policy) >= CHANGES_MAX for policy in levels.values()):
+        levels = {level: settled(policy) for level, policy in self._levels.items()}
+        if not all(may_change(policy) for policy in levels.values()):
             return False
         self.name = name
         self._levels = {level: Changing(policy, make(name)) for level, policy in levels.items()}
@@ -144,15 +98,3 @@ class Order:
     @property
     def ghosts(self) -> int:
         return sum(policy.ghosts for policy in self._levels.values())
-
-
-def _settled(policy: Policy[BlockKey]) -> Policy[BlockKey]:
-    """`policy` without changes that are over."""
-    if not isinstance(policy, Changing):
-        return policy
-    policy.old = _settled(policy.old)
-    return policy if len(policy.old) else _settled(policy.new)
-
-
-def _changes(policy: Policy[BlockKey]) -> int:
-    return 1 + _changes(policy.old) if isinstance(policy, Changing) else 0

@@ -5,15 +5,18 @@ DRAM for a file when its slot is wanted (at once, if the file tier holds a copy 
 asked for; it keeps its file copy then, so that leaving again costs nothing. A slot that anybody may still read or
 write is quarantined, never reused.
 
-Oldest use first. Only a block without resident children is ever forgotten; to a file any block may go, as a parent
-there is still a hit (leaf-first there would let a chain longer than DRAM fight for its last slot). Parents on other
-ranks are not known here, so leaf-first holds among the blocks of one rank; across ranks the order of touching (last
-block of a prefix first) has the same effect.
+Which goes first is for the eviction policy to say, in each tier by itself. Only a block without resident children is
+ever forgotten; to a file any block may go, as a parent there is still a hit (leaf-first there would let a chain longer
+than DRAM fight for its last slot). Parents on other ranks are not known here, so leaf-first holds among the blocks of
+one rank; across ranks the order of touching (last block of a prefix first) has the same effect.
 
 Pure rules: events in, actions out (`take_actions`).
 """
 
 from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
 
 from kvtool.kv.block import BlockKey
 from kvtool.kv.evict import Children, LeafLRU
@@ -21,6 +24,7 @@ from kvtool.kv.health import Backoff
 from kvtool.kv.keep import HARD_SHARE, Keeping
 from kvtool.kv.lease import LeaseTable
 from kvtool.kv.order import Order
+from kvtool.kv.policy import AUTO
 from kvtool.kv.record import (
     IN_FILE,
     NOWHERE,
@@ -36,6 +40,7 @@ from kvtool.kv.record import (
     StoreCounts,
     Whereabouts,
 )
+from kvtool.kv.shadow import CONTEST, Shadows
 from kvtool.kv.slots import SlotAllocator
 
 MOVES_MAX = 64
@@ -64,8 +69,12 @@ class Room:
         self._index: dict[BlockKey, Entry] = {}
         self._at: list[Entry | None] = [None] * slots  # DRAM slot -> entry
         self._children = Children()
-        self._dram_order = Order(evict, self._may_leave_dram)
-        self._file_order = Order(evict, self._may_leave_file)
+        policy, contest = (CONTEST[0], CONTEST) if evict == AUTO else (evict, ())
+        self._dram_order = Order(policy, self._may_leave_dram)
+        self._file_order = Order(policy, self._may_leave_file)
+        self._shadows = [(Shadows(slots, policy, contest), self._dram_order)]
+        if file_slots:
+            self._shadows.append((Shadows(file_slots, policy, contest), self._file_order))
         self._leaf_order = LeafLRU(self._leaf_rank)
         self._keeping = Keeping(slots // HARD_SHARE)
         self._quarantine: dict[int, Quarantined] = {}
@@ -133,9 +142,27 @@ class Room:
         if not same_request:
             entry.uses += 1
             entry.used_at_s = now_s
+            self._shadow(entry)
         self._dram_order.use(entry, same_request)
         if entry.file_slot >= 0:
             self._file_order.use(entry, same_request)
+
+    def _shadow(self, entry: Entry) -> None:
+        """Show a use to the shadows, and change the policy where they say so."""
+        if entry.transient_s is None:
+            for shadows, order in self._shadows:
+                policy = shadows.use(entry.key, entry.turn)
+                if policy is not None and order.change(policy):
+                    shadows.changed(policy)
+
+    def eviction(self) -> dict[str, Any]:
+        """For status: what the shadows of each tier show, and how many blocks are pinned hard."""
+        tiers = [asdict(shadows.judgement()) for shadows, _ in self._shadows]
+        pins = {"hard": self._keeping.hard_count, "hard_max": self._keeping.hard_max}
+        return {
+            **dict(zip(("dram", "files"), tiers, strict=False)),
+            "pins": {**pins, "softened": self._keeping.softened},
+        }
 
     def _offer(self, entry: Entry) -> None:
         """`entry` may leave now, perhaps, or stands on another level."""

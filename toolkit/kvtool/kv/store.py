@@ -208,6 +208,7 @@ class Store(Sources):
         self._uses += 1
         entry.touched, entry.uses, entry.used_at_s = self._uses, 1, now_s
         self._keeping.begin(entry)
+        self._shadow(entry)
         self._enter_dram(entry)
 
     def abort(self, owner: int, slot: int, generation: int, now_s: float, settle_s: float = 0.0) -> None:

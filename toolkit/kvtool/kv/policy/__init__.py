@@ -1,4 +1,4 @@
-"""Eviction policies, by name. `base` says what one is; every rank's tiers choose theirs from here."""
+"""Eviction policies, by name. `base` says what one is; `kv.shadow` chooses among them where the name is `auto`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvtool.kv.policy.base import Policy
 from kvtool.kv.policy.lru2 import Lru2
 from kvtool.kv.policy.recency import Fifo, Lru
 from kvtool.kv.policy.s3fifo import S3Fifo
+from kvtool.kv.policy.turn import Turn
 
 POLICIES: dict[str, Callable[[], Policy[Any]]] = {
     "fifo": Fifo,
@@ -17,7 +18,11 @@ POLICIES: dict[str, Callable[[], Policy[Any]]] = {
     "lru-2": Lru2,
     "s3-fifo": S3Fifo,
     "arc": Arc,
+    "turn": Turn,
 }
+AUTO = "auto"
+CHOICES = (AUTO, *POLICIES)
+"""What a pool may be told."""
 
 
 def make(name: str) -> Policy[Any]:
