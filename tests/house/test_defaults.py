@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
-from kvtool.config.spec import Spec
+from kvtool.config.spec import PoolSpec, Spec
+from kvtool.kv.layout import KVLayout
+from kvtool.kv.policy import AUTO, CHOICES
+from kvtool.pool.config import PoolConfig
 from kvtool.serve.options import DecodeOptions, PoolOptions, PrefillOptions
+
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=8, dtype="float32")
 
 
 def test_the_spec_and_the_workers_have_the_same_defaults() -> None:
@@ -21,3 +27,8 @@ def test_the_spec_and_the_workers_have_the_same_defaults() -> None:
         pool.put_budget_s,
     )
     assert spec.pool.path == pool.path
+
+
+def test_the_spec_names_every_eviction_policy() -> None:
+    wanted = PoolSpec.model_fields["evict"]
+    assert get_args(wanted.annotation) == CHOICES and wanted.default == AUTO == PoolConfig(LAYOUT).evict

@@ -20,6 +20,7 @@ from kvtool.config.spec import default_run_dir
 from kvtool.engine.manifest import read_manifest
 from kvtool.errors import SpecRefused
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.policy import AUTO, CHOICES
 from kvtool.pool.config import PoolConfig
 from kvtool.pool.keeping import attach_keeper, keeper_status
 from kvtool.pool.launch import PoolStatus, RankStatus, pool_status, start_pool, stop_pool
@@ -58,6 +59,9 @@ def up(
     write: Annotated[
         str, typer.Option("--write", help="back: to files when memory is wanted; through: before a put is answered.")
     ] = "back",
+    evict: Annotated[
+        str, typer.Option("--evict", help=f"Which blocks go first: {', '.join(CHOICES)}. auto tries them and chooses.")
+    ] = AUTO,
     flush: Annotated[
         str, typer.Option("--flush", help="How long a stopping rank may write its memory to its file.")
     ] = "3s",
@@ -92,6 +96,7 @@ def up(
         file_dir=file_dir.absolute() if file_dir else None,
         file_key=file_key.absolute() if file_key else None,
         write=write,
+        evict=evict,
         flush_s=_parsed("--flush", flush, parse_seconds),
         lease_term_s=_parsed("--lease-term", lease_term, parse_seconds),
         copies=copies,

@@ -71,6 +71,10 @@ class PoolSpec(Section):
         "back",
         description="When a block goes to its file: back, its memory is wanted; through, before its put is answered.",
     )
+    evict: Literal["auto", "fifo", "lru", "lru-2", "s3-fifo", "arc", "turn"] = Field(
+        "auto",
+        description="Which blocks leave first; auto watches what each policy would have hit, and changes to the best.",
+    )
     flush: Seconds = _default("3s", "How long a stopping rank may write its memory to its file.")
     path: Literal["auto", "shm", "ucx", "socket"] = Field(
         "auto",

@@ -66,7 +66,7 @@ class Judgement:
     size: int
     rate: float
     ratios: dict[str, float] = field(default_factory=dict)
-    curve: dict[int, float] = field(default_factory=dict)
+    curve: tuple[tuple[int, float], ...] = ()
     changes: int = 0
 
 
@@ -117,7 +117,7 @@ class Shadows:
 
     def judgement(self) -> Judgement:
         ratios = {name: shadow.ratio for name, shadow in self._shadows.items()}
-        curve = {max(1, round(self.size * share)): shadow.ratio for share, shadow in self._curve.items()}
+        curve = tuple((max(1, round(self.size * share)), shadow.ratio) for share, shadow in self._curve.items())
         return Judgement(self.policy, self.size, self._rate, ratios, curve, self.changes)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtool.errors import SpecRefused
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.policy import AUTO, CHOICES
 from kvtool.kv.retention import COPIES_MAX
 from kvtool.pool.directory import slots_under
 from kvtool.pool.embedded import file_slots_in
@@ -36,6 +37,8 @@ class PoolConfig:
     write: str = "back"
     """When a block goes to its file. "back": when its memory is wanted, or the pool stops. "through": before its put is
     answered, which then says that it is durable."""
+    evict: str = AUTO
+    """The policy by which blocks leave memory and files; auto changes it by what shadows of each would have hit."""
     flush_s: float = 3.0
     """How long a stopping rank may write to its file what only its memory holds."""
     scrub_rate: float = 4 * 2.0**20
@@ -85,6 +88,8 @@ class PoolConfig:
             raise SpecRefused(f"pool.write: wanted {' or '.join(WRITE)}, found {self.write}")
         if self.write == "through" and not self.file_size:
             raise SpecRefused("pool.write: through needs files, found pool.file_size 0; raise it, or write back")
+        if self.evict not in CHOICES:
+            raise SpecRefused(f"pool.evict: wanted one of {', '.join(CHOICES)}, found {self.evict}")
         if self.flush_s < 0:
             raise SpecRefused(f"pool.flush_s: wanted 0 s or more, found {self.flush_s}")
         if not 0 <= self.scrub_rate < float("inf"):
@@ -113,6 +118,7 @@ class RankConfig:
     file_size: int
     file_key: str
     write: str
+    evict: str
     flush_s: float
     scrub_rate: float
     lease_term_s: float

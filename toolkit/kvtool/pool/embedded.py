@@ -23,6 +23,7 @@ from typing import Any
 from kvtool.clock import Clock, SystemClock
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
+from kvtool.kv.policy import AUTO
 from kvtool.kv.record import Grant, Granted, Hit, Holding, Want
 from kvtool.kv.store import Store
 from kvtool.pool.base import (
@@ -59,7 +60,7 @@ class EmbeddedPool(Verbs):
     """A `pool.base.Pool` of `dram_size` bytes of memory and `file_size` bytes of files in `file_dir`.
 
     `file_path`: a block file that outlives this pool, with what it holds; else a temporary one in `file_dir` that is
-    gone at `close`. `write`: "back" or "through", as `PoolConfig.write`. Budgets are real seconds; leases follow
+    gone at `close`. `write` and `evict` are as in `PoolConfig`. Budgets are real seconds; leases follow
     `clock`.
 
     Raises:
@@ -79,6 +80,7 @@ class EmbeddedPool(Verbs):
         reserve_term_s: float = 10.0,
         file_path: pathlib.Path | None = None,
         write: str = "back",
+        evict: str = AUTO,
     ) -> None:
         self.layout = layout
         self._clock = clock or SystemClock()
@@ -87,7 +89,7 @@ class EmbeddedPool(Verbs):
         if write not in WRITE:
             raise ValueError(f"write: wanted {' or '.join(WRITE)}, found {write}")
         through = write == "through"
-        self._store = Store(slots, layout.block_size, file_slots, lease_term_s, reserve_term_s, through)
+        self._store = Store(slots, layout.block_size, file_slots, lease_term_s, reserve_term_s, through, evict)
         self._map = mmap.mmap(-1, SlotMemory.size(slots, layout.block_size))
         self._memory = SlotMemory(memoryview(self._map), slots, layout.block_size)
         self._changed = threading.Condition()

@@ -269,6 +269,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         file_size=config.file_size,
         file_key=str(config.file_key or ""),
         write=config.write,
+        evict=config.evict,
         flush_s=config.flush_s,
         scrub_rate=config.scrub_rate,
         lease_term_s=config.lease_term_s,

@@ -84,7 +84,7 @@ class Rank:
 
                 self.ucx = UcxOwner(name, self.segment.view)
             through = config.write == "through"
-            store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s, through)
+            store = Store(slots, size, file_slots, config.lease_term_s, config.reserve_term_s, through, config.evict)
             memory = SlotMemory(self.segment.view, slots, size)
             region = self.segment.view[SlotMemory.size(slots, size) :]
             directory = Directory(region, slots + file_slots, self.incarnation, ask=through)

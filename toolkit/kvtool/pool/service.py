@@ -455,6 +455,7 @@ class Service:
             "counts": asdict(store.counts),
             "bytes_moved": dict(self.tiers.bytes_moved),
             "files": self.tiers.report(),
+            "eviction": store.eviction(),
             "touched": self.touched,
             "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
             "scrub": {} if self.scrub is None else self.scrub.report(),

@@ -141,6 +141,7 @@ class PoolKeeper:
             file_dir=pool.file_dir,
             file_key=pool.file_key,
             write=pool.write,
+            evict=pool.evict,
             flush_s=pool.flush,
             lease_term_s=pool.lease_term,
             copies=pool.copies,
