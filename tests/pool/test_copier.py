@@ -131,6 +131,21 @@ def test_a_transient_block_stays_where_it_is(nodes):
     assert nodes[0].copier.rules.quiet
 
 
+def test_a_transient_block_that_is_put_for_good_has_its_copies_too(nodes):
+    node, key = nodes[0], owned(nodes, 1)[0]
+    (answer,) = node.store.reserve(1, [Want(key, SIZE, None, 5.0)], 0.0)
+    room = node.memory.slot(answer.slot, SIZE)
+    room[:] = payload(key)
+    node.store.commit(1, answer.slot, answer.generation, checksum(room, key), 0.0)
+    node.tiers.carry_out()
+    node.step(0.1)
+    assert not node.copier.status()["counts"]["stored"]
+    node.store.reserve(2, [Want(key, SIZE)], 0.2)
+    node.tiers.carry_out()
+    node.step(0.3)
+    assert node.copier.status()["counts"]["stored"] == node.copier.rules.copies_default - 1
+
+
 def test_a_copy_in_flight_is_in_the_audit_and_holds_its_source(nodes):
     key = owned(nodes, 1)[0]
     nodes[0].put(key, 0.0, Retention(copies=2))

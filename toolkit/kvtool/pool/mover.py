@@ -133,6 +133,8 @@ class Mover:
             log.info("copy failed to=%d blocks=%d why=%r", to.rank, len(copy.blocks), str(error))
         except Exception:
             log.exception("copy failed to=%d blocks=%d", to.rank, len(copy.blocks))
+        if Outcome.RETRY in outcomes:
+            self._leave(to.rank)
         return outcomes
 
     def close(self) -> None:
@@ -164,6 +166,15 @@ class Mover:
             client = PoolClient(Path(), self._layout, client_name=name, outside=outside)
             way = self._ways[to.rank] = _Way(to, outside, client)
         return way
+
+    def _leave(self, rank: int) -> None:
+        """After a failed transfer: hang up, which tells the rank that nobody writes any more into what was reserved.
+        A client would see to that with its next call, and there may be none. Mapped memory is written by the call
+        itself, and a rank that hangs is known as that by its link."""
+        way = self._ways.get(rank)
+        if way is not None and way.outside.reached is not None and way.outside.reached.path is not base.Path.SHM:
+            way.client.close()
+            del self._ways[rank]
 
     def _groups(self, sources: Sequence[Source | None]) -> list[list[int]]:
         """Positions of what is copied together: everything in slots, and as much from files as the bounce holds."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import BlockCorrupt
 from kvtool.kv.block import BlockKey
-from kvtool.kv.record import NOWHERE, Demote, Filed, Promote, Reading, Stamp
+from kvtool.kv.record import NOWHERE, Demote, Filed, Promote, Reading, Stamp, Whereabouts
 from kvtool.kv.retention import DEFAULT, Pin, Retention
 from kvtool.kv.store import Store
 from kvtool.pool.directory import Directory
@@ -69,7 +69,7 @@ class Tiers:
         for block in self.store.take_whereabouts():
             if self.directory is not None:
                 self.directory.place(block)
-            if self.arrivals is not None and block.was == NOWHERE and block.slot != NOWHERE and not block.transient:
+            if self.arrivals is not None and not block.transient and _came_to_stay(block):
                 self.arrivals.append(block.key)
 
     def _demote(self, move: Demote) -> None:
@@ -152,6 +152,11 @@ class Tiers:
             return 0
         wall_s = self.wall_s()
         return self.store.recover((_filed(slot, header, wall_s) for slot, header in self.files.headers()), now_s)
+
+
+def _came_to_stay(block: Whereabouts) -> bool:
+    """It was not here, or it was here for a while only: then it is listed anew where it was."""
+    return block.slot != NOWHERE and (block.was == NOWHERE or 0 <= block.was == block.slot)
 
 
 def _filed(slot: int, header: SlotHeader, wall_s: float) -> Filed:
