@@ -220,6 +220,18 @@ class Calls:
         self.tell_counts()
         return GetResult(whole, leading_run(whole), self._ranks.door.held(rooms))
 
+    def get_one_near(self, key: BlockKey, room: Room) -> GetResult | None:
+        """A block that is in the mapped memory of its first owner, without the ado of a batch; None: the long way."""
+        if self._ranks.copies > 1:
+            return None
+        (access, _), *_ = self._ranks.split([key])
+        near = None if access is None else self._near(access)
+        got = None if near is None else near.get_one(key, room)
+        if got is None:
+            return None
+        self.counting.got([got])
+        return GetResult([got], 1)
+
     async def _get_some(
         self,
         keys: Sequence[BlockKey],

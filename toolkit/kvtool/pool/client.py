@@ -106,7 +106,12 @@ class PoolClient(Verbs):
         cancel: Cancelling | None = None,
     ) -> GetResult:
         lengths_match(keys, buffers)
-        return complete(self._calls.get_into(keys, rooms_of(buffers), budget_s, leading, at, cancel))
+        rooms = rooms_of(buffers)
+        if len(rooms) == 1 and at is None and cancel is None:
+            one = self._calls.get_one_near(keys[0], rooms[0])
+            if one is not None:
+                return one
+        return complete(self._calls.get_into(keys, rooms, budget_s, leading, at, cancel))
 
     def register(self, buffer: Any) -> Landing:
         """Memory of yours that blocks may be read into by UCX without a copy on the way, once `get_into` is given

@@ -112,6 +112,14 @@ class Nearby:
         self._used(_uses(spots, np.array(copied[::-1], dtype=np.int64)))  # the first of a prefix is the last to go
         return got
 
+    def get_one(self, key: BlockKey, room: Room) -> Got | None:
+        """`get`, for a block that comes alone."""
+        spot = self._directory.find(key) if self._directory.trusted(self._now_s()) else None
+        got = None if spot is None else self._get_one(key, room, spot)
+        if got is not None and spot is not None:
+            self._used([(spot.slot, spot.facts[0])])
+        return got
+
     def flush(self) -> None:
         """Tell the rank of the uses so far."""
         with self._lock:

@@ -11,6 +11,7 @@ Both the copy and the hash release the GIL, so `copy_checksums` spreads a batch 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ import xxhash
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_memcpy = ctypes.CDLL(None).memcpy  # a tenth quicker than numpy's copy of a slice, and without the GIL too
+_memcpy.argtypes, _memcpy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 STEP = 256 * 1024
 """Bytes copied before they are hashed. 64 blocks of 1 MiB, 1.25 MiB of L2, as a share of plain memcpy's rate:
@@ -71,15 +75,21 @@ def copy_checksum(dst: Buffer, src: Buffer, key: bytes) -> int:
         raise ValueError(f"cannot copy {source.nbytes} bytes into a buffer of {to.nbytes}")
     if to.nbytes == 0:
         return xxhash.xxh3_64_intdigest(b"", seed=seed)
-    to_array, source_array = np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8)
-    if to.nbytes <= STEP:
-        np.copyto(to_array, source_array)
+    size, to_at, source_at = to.nbytes, _address(to), _address(source)
+    if size <= STEP:
+        _memcpy(to_at, source_at, size)
         return xxhash.xxh3_64_intdigest(to, seed=seed)
     hasher = xxhash.xxh3_64(seed=seed)
-    for at in range(0, to.nbytes, STEP):
-        np.copyto(to_array[at : at + STEP], source_array[at : at + STEP])
+    for at in range(0, size, STEP):
+        _memcpy(to_at + at, source_at + at, min(STEP, size - at))
         hasher.update(to[at : at + STEP])
     return hasher.intdigest()
+
+
+def _address(view: memoryview) -> int:
+    """Where its memory is; valid as long as `view` is there."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def copy_checksums(copies: Sequence[tuple[Buffer, Buffer, bytes]], threads: Executor | None = None) -> list[int]:
