@@ -145,11 +145,27 @@ class Calls:
         self._ranks.saw_epoch(near.epoch)
         return near
 
-    async def _write_near(
-        self, blocks: Sequence[Put], deadline_s: float, at: int | str | None
-    ) -> list[PutResult | None]:
-        """Puts of what is there already, as the directory of its rank shows, and of a block that comes alone; None for
-        the others."""
+    async def _write_one_near(self, block: Put, budget_s: float) -> list[PutResult] | None:
+        """A put of one block to its first owner, whose memory is mapped, without the ado of a batch; None: the long
+        way."""
+        if self._ranks.copies > 1 or self._ranks.namespaces:
+            return None
+        (access, _), *_ = self._ranks.split([block.key])
+        near = None if access is None else self._near(access)
+        if near is None or access is None or near.ask:
+            return None
+        result: PutResult | None = None
+        if block.transient_s is None and block.retention is DEFAULT and near.holds([block.key])[0]:
+            result = _HELD
+        else:
+            result = await self._single.put(access, block, self._now_s() + budget_s)
+        if result is None:
+            return None
+        self.counting.put([result], [block.size], Path.SHM)
+        return [result]
+
+    def _write_near(self, blocks: Sequence[Put], at: int | str | None) -> list[PutResult | None]:
+        """Puts of what is there already, as the directory of its rank shows; None for the others."""
         results: list[PutResult | None] = [None] * len(blocks)
         if self._ranks.copies > 1:
             return results
@@ -161,8 +177,6 @@ class Calls:
             for position, there in zip(plain, near.holds([blocks[n].key for n in plain]), strict=True):
                 if there:
                     results[position] = _HELD
-            if len(blocks) == 1 and results[0] is None:
-                results[0] = await self._single.put(access, blocks[0], deadline_s)
         return results
 
     # Reading
@@ -328,9 +342,13 @@ class Calls:
     ) -> list[PutResult]:
         deadline_s = self._now_s() + budget_s
         blocks = self._as_often_as_wanted(blocks)
+        if len(blocks) == 1 and at is None and cancel is None:
+            one = await self._write_one_near(blocks[0], budget_s)
+            if one is not None:
+                return one
         near: list[PutResult | None] = [None] * len(blocks)
         if cancel is None or not cancel.is_set():
-            near = await self._write_near(blocks, deadline_s, at)
+            near = self._write_near(blocks, at)
         left = [block for block, result in zip(blocks, near, strict=True) if result is None]
         if left:
             others = iter(await Putting(self._ranks, self._driver, self.layout, left, deadline_s, at, cancel).run())
