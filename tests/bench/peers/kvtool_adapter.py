@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 from ..iface import Client as Base
-from ..iface import PeerError
+from ..iface import PeerError, addr_of
 from ..iface import Server as BaseServer
-from ..iface import addr_of
 
 BLOCK_TOKENS = 16
 LAYER_SIZE = 2 * 8 * 128 * BLOCK_TOKENS * 2  # bytes a layer: 8 KV heads of 128 dims in bfloat16
