@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvtool.pool")
 
 BUDGET_S = 2.0
+STAGING_SIZE = 8 * 2**20
+"""For blocks on their way to a rank that cannot be mapped, or 16 blocks."""
+FAR_MAX = 4
+"""Ranks at once that there is such staging for."""
 BOUNCE_SIZE = 8 * 2**20
 """For blocks on their way from a file, or one block."""
 STOP_S = 1.0
@@ -67,6 +71,8 @@ class _Spoiled(Exception):
 class Toward(Outside):
     """A pool of one rank: whatever is put there goes to that rank, as a copy of `rank`'s."""
 
+    staging_size = STAGING_SIZE
+
     def __init__(self, state: PoolState, to: RankState, layout: KVLayout, name: str) -> None:
         super().__init__(Path(), layout, "auto", name)
         self.where, self._to = to.identity, to
@@ -89,6 +95,11 @@ class _Way:
     to: RankState
     outside: Toward
     client: PoolClient
+
+    @property
+    def far(self) -> bool:
+        """Whether blocks go there by staging memory."""
+        return self.outside.reached is not None and self.outside.reached.path is not base.Path.SHM
 
     def leads_to(self, to: RankState) -> bool:
         return (self.to.pid, self.to.started) == (to.pid, to.started)
@@ -157,14 +168,18 @@ class Mover:
             job()
 
     def _way(self, state: PoolState, to: RankState) -> _Way:
-        way = self._ways.get(to.rank)
+        way = self._ways.pop(to.rank, None)
         if way is None or not way.leads_to(to):
             if way is not None:
                 way.client.close()
+            far = [rank for rank, known in self._ways.items() if known.far]
+            for rank in far[: max(0, len(far) - FAR_MAX + 1)]:  # the one not used for longest first
+                self._ways.pop(rank).client.close()
             name = f"copies of rank {self.rank}"
             outside = self._outside(state, to, self._layout, name)
             client = PoolClient(Path(), self._layout, client_name=name, outside=outside)
-            way = self._ways[to.rank] = _Way(to, outside, client)
+            way = _Way(to, outside, client)
+        self._ways[to.rank] = way
         return way
 
     def _leave(self, rank: int) -> None:
@@ -172,7 +187,7 @@ class Mover:
         A client would see to that with its next call, and there may be none. Mapped memory is written by the call
         itself, and a rank that hangs is known as that by its link."""
         way = self._ways.get(rank)
-        if way is not None and way.outside.reached is not None and way.outside.reached.path is not base.Path.SHM:
+        if way is not None and way.far:
             way.client.close()
             del self._ways[rank]
 

@@ -19,13 +19,16 @@ from pathlib import Path
 
 from kvtool.errors import PoolUnavailable, Refused
 from kvtool.kv.layout import KVLayout
-from kvtool.pool.access import Access, UcxDoor
+from kvtool.pool.access import STAGING_SIZE, Access, UcxDoor
 from kvtool.pool.link import Link
 from kvtool.pool.state import PoolState, RankState, read_state
 
 
 class Outside:
     """The pool of `state_file` on this machine's clock and network."""
+
+    staging_size = STAGING_SIZE
+    """Bytes of this process through which blocks go by UCX, once one does."""
 
     def __init__(self, state_file: Path, layout: KVLayout, path: str, name: str) -> None:
         self.where = str(state_file)

@@ -39,7 +39,7 @@ class Ranks:
             Refused: the pool that runs there holds another KV layout; both are in the sentence.
         """
         self._outside, self.now_s = outside, outside.now_s
-        self.door = UcxDoor(name, layout)
+        self.door = UcxDoor(name, layout, outside.staging_size)
         self._lock = threading.Lock()
         self._accesses: dict[int, Access] = {}
         self._placement = Placement(0, [])
