@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from kvtool.kv.membership import Changed, Hung, Members, Ping, Publish, Retire, Seek, SendView
+from kvtool.kv.placement import Member, Placement
 from kvtool.kv.view import RAMP_STEPS, Entry, Standing, Status, View
 
 
@@ -326,3 +327,21 @@ def test_all_who_can_reach_each_other_come_to_the_same_view(seed):
     here = {name for name in names if net.members[name].mine.place in places}
     assert serving & here == net.running & here, "who has ended is known to be dead, at least to those beside him"
     assert serving == net.running
+
+
+def test_a_newcomer_moves_few_keys_at_a_time_and_each_of_them_once():
+    """The misses that its return costs at most: one for each key of its share, an eighth of them at a time."""
+    rng = Random(5)
+    keys = [rng.randbytes(32) for _ in range(3000)]
+    owners, moved = None, []
+    for step in range(RAMP_STEPS + 1):
+        standing = Standing(2, Status.JOINING, step) if step < RAMP_STEPS else Standing(2, Status.LIVE)
+        members = [Member(n, f"p/{n}", 1.0) for n in range(3)] + [Member(3, "p/3", standing.weight)]
+        before, owners = owners, Placement(step, members).owners(keys)
+        if before is None:
+            assert 0 < owners.count(3) < 3000 / 4 / 8 * 2
+        else:
+            changed = [(was, now) for was, now in zip(before, owners, strict=True) if was != now]
+            assert all(now == 3 for _, now in changed), "keys only go to the newcomer"
+            moved.append(len(changed))
+    assert max(moved) < 3000 / 4 / 8 * 2 and owners.count(3) > 600
