@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 
-from kvtool.kv.membership import Changed, Hung, Members, Ping, Publish, Retire, Seek, SendView
+from kvtool.kv.membership import Members
 from kvtool.kv.placement import Member, Placement
+from kvtool.kv.steps import Changed, Hung, Ping, Publish, Retire, Seek, SendView
 from kvtool.kv.view import RAMP_STEPS, Entry, Standing, Status, View
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvtool.kv.steps import Action, Changed, Hung, Ping, Publish, Retire, Seek, SendView
 from kvtool.kv.view import RAMP_STEPS, Entry, Standing, Status, View
 
 
@@ -47,58 +48,6 @@ class Timing:
     sync_s: float = 0.3
     """A view may be on its way for so long before its receiver counts as one who missed it."""
     ramp_s: float = 14.0
-
-
-@dataclass(frozen=True)
-class SendView:
-    """Tell the rank `to`, if it is linked; the receiver calls `received`. `whole`: that is all we know."""
-
-    to: str
-    entries: tuple[Entry, ...]
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Ping:
-    to: str
-
-
-@dataclass(frozen=True)
-class Seek:
-    """Find out about a rank without a link: has its process ended, can it be dialled? `dial`: the link is ours to make,
-    else the other makes it. Call `linked`, `ended` or `unreachable` with what came of it."""
-
-    entry: Entry
-    dial: bool
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Write the state file."""
-
-
-@dataclass(frozen=True)
-class Changed:
-    """For whoever keeps links or tells operators: this is how a rank stands now."""
-
-    entry: Entry
-    how: str
-
-
-@dataclass(frozen=True)
-class Hung:
-    identity: str
-    hung: bool
-
-
-@dataclass(frozen=True)
-class Retire:
-    """End this process: its place is taken, or it was told to leave."""
-
-    why: str
-
-
-Action = SendView | Ping | Seek | Publish | Changed | Hung | Retire
 
 
 @dataclass

@@ -19,15 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.errors import KvtoolError, ProtocolError
-from kvtool.kv.membership import Changed, Hung, Members, Ping, Publish, Retire, Seek, SendView, Timing
+from kvtool.errors import ProtocolError
+from kvtool.kv.membership import Members, Timing
+from kvtool.kv.steps import Changed, Hung, Ping, Publish, Retire, Seek, SendView
 from kvtool.kv.view import Entry, Status
 from kvtool.pool import wire
 from kvtool.pool.dial import Dialled, Dialler
 from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.mpiwatch import MpiWatch
+from kvtool.pool.published import Published
 from kvtool.pool.roster import entry_of, identity_of, pack_view, rank_of, ranks_of, unpack_view
-from kvtool.pool.state import PoolState, RankState, read_state, runs, write_state
+from kvtool.pool.state import PoolState, RankState, runs
 from kvtool.pool.wire import Message, Op
 
 log = logging.getLogger("kvtool.pool")
@@ -62,12 +64,11 @@ class Membership:
         mine = next(one for one in state.ranks if one.rank == rank)
         self.rank, self.state = rank, state
         self._pool = mine.identity.rpartition("/")[0]
-        self._file, self._watch, self._now_s = state_file, watch, now_s
+        self._file, self._watch, self._now_s = Published(state_file), watch, now_s
         self._host = mine.host
         timing = Timing(lost_s=lost_s, revive_s=min(Timing.revive_s, lost_s))
         self.rules = Members(mine.identity, [entry_of(one) for one in state.ranks], state.base, now_s(), timing)
         self._peers: dict[str, _Peer] = {}
-        self._stamp: tuple[int, int] | None = None
         self._polled_s = self._looked_s = now_s()
         self.leaving = False
         self.on_retire: Callable[[str], None] = lambda why: None
@@ -162,7 +163,7 @@ class Membership:
                 self.rules.ended(identity_of(self._pool, rank), 1, "MPI reported its failure", now_s)
         if now_s - self._looked_s >= FILE_POLL_S:
             self._looked_s = now_s
-            self._look(now_s)
+            self._look()
         due_s = self.rules.tick(now_s)
         self._carry_out()
         return min(due_s, self._polled_s + MPI_POLL_S)
@@ -209,15 +210,9 @@ class Membership:
         """Write the state file, if that is ours to do. A full disk is no reason to end: it is tried again."""
         if not self.rules.publishes or self.leaving:
             return
-        try:
-            self._learn_from_file()
-            self._renew()
-            write_state(self._file, self.state)
-            found = self._file.stat()
-            self._stamp = (found.st_mtime_ns, found.st_ino)
-        except OSError as error:
-            self._stamp = None
-            log.warning("state file not written why=%r", str(error))
+        self._learn_from_file()
+        self._renew()
+        self._file.write(self.state)
 
     # How
 
@@ -267,33 +262,16 @@ class Membership:
         self.state.ranks = ranks_of(self.rules.view.entries)
         self.state.epoch = self.rules.epoch
 
-    def _look(self, now_s: float) -> None:
+    def _look(self) -> None:
         """Somebody else may have written the state file, or removed it."""
-        if self.leaving:
-            return
-        try:
-            found = self._file.stat()
-            if (found.st_mtime_ns, found.st_ino) == self._stamp:
-                return
-            self._stamp = (found.st_mtime_ns, found.st_ino)
-            if self._learn_from_file():
-                return
-        except FileNotFoundError:
-            if not self._file.parent.is_dir():
-                return
-        except OSError:
-            return
-        self.publish()
+        if not self.leaving and self._file.changed() and not self._learn_from_file():
+            self.publish()
 
     def _learn_from_file(self) -> bool:
-        """Whether the file says all that we know."""
-        try:
-            state = read_state(self._file)
-            if state.key != self.state.key:
-                return True  # another pool's by now
-            entries = [entry_of(rank) for rank in state.ranks]
-        except (KvtoolError, KeyError):
-            return False
+        """Whether the file says all that we know, or is not ours any more."""
+        entries = self._file.entries(self.state.key)
+        if entries is None:
+            return True
         self.rules.received(entries, self._now_s())
         return not self.rules.view.beyond(entries)
 
