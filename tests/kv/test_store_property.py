@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from kvtool.kv.erasing import Deleting
 from kvtool.kv.policy import POLICIES
 from kvtool.kv.record import (
     IN_FILE,
@@ -19,6 +20,7 @@ from kvtool.kv.record import (
     Commit,
     Committing,
     Demote,
+    Erase,
     Filed,
     Grant,
     Promote,
@@ -50,7 +52,8 @@ class Machine:
         self.memory: dict[int, tuple[bytes, int]] = {}
         self.files: dict[int, bytes] = {}
         self.headers: dict[int, Stamp] = {}
-        self.moves: list[Demote | Promote] = []
+        self.moves: list[Demote | Promote | Erase] = []
+        self.deleted: dict[bytes, Deleting] = {}  # and not put again since
         self.leased: dict[tuple[int, int], tuple[float, list[tuple[int, int]]]] = {}
         self.writers: list[tuple[int, int, int, bytes, float]] = []  # owner, slot, generation, key, deadline
         self.spares: list[tuple[int, int, int, float]] = []  # owner, slot, generation, deadline
@@ -91,8 +94,13 @@ class Machine:
 
     def finish_move(self, ok: bool) -> None:
         move = self.moves.pop(self.rng.randrange(len(self.moves)))
-        if isinstance(move, Demote):
+        if isinstance(move, Erase):
             if ok:
+                self.records.pop(move.file_slot, None)
+            self.store.erased(move.file_slot, ok, self.now_s)
+        elif isinstance(move, Demote):
+            written = ok or self.rng.random() < 0.3  # a write that is said to have failed may have happened
+            if written:
                 self.files[move.file_slot] = self.memory[move.slot][0]
                 self.records[move.file_slot] = Filed(
                     move.file_slot, move.key, move.length, move.checksum, move.record, move.parent
@@ -139,6 +147,7 @@ class Machine:
             return
         committing = self.store.commit_all(owner, [(slot, generation, hash(key))], self.now_s)
         assert (committing.results[0] is Commit.STORED) == (self.now_s < deadline_s)
+        self.deleted.pop(key, None)
         assert committing.done or self.store.through
         self.committing.append(committing)
 
@@ -157,6 +166,7 @@ class Machine:
             case Grant.GRANTED:
                 assert self.now_s < deadline_s and not there
                 assert self.store.commit(owner, slot, generation, hash(key), self.now_s) is Commit.STORED
+                self.deleted.pop(key, None)
                 self.named += 1
             case Grant.DUPLICATE:
                 assert there
@@ -164,6 +174,19 @@ class Machine:
             case Grant.WAIT:
                 assert self.now_s >= deadline_s
                 assert self.store.commit(owner, slot, generation, 1, self.now_s) is Commit.LAPSED
+
+    def delete(self) -> None:
+        key = self.rng.choice(KEYS)
+        there = key in self.store.resident()
+        deleting = self.store.delete([key], self.now_s)
+        assert deleting.there == [there] and key not in self.store.resident()
+        self.deleted[key] = deleting
+
+    def check_deleted(self) -> int:
+        """No restart would find what was deleted and not put again."""
+        gone = [key for key, deleting in self.deleted.items() if deleting.done and not deleting.failed]
+        assert not set(gone) & {record.key for record in self.records.values()}, "a deleted block would come back"
+        return len(gone)
 
     def read(self, owner: int) -> None:
         start, self.number = self.rng.randrange(len(KEYS)), self.number + 1
@@ -206,7 +229,7 @@ class Machine:
     def check_leaf_first(self) -> None:
         """What was evicted, and not dropped, expired or found corrupt, had no resident child."""
         counts, resident = self.store.counts, set(self.store.resident())
-        others = counts.dropped + counts.expired + counts.corrupt + counts.promote_failed
+        others = counts.dropped + counts.expired + counts.corrupt + counts.promote_failed + counts.deleted
         before, others_before, evicted_before = self.before
         if counts.evicted > evicted_before and others == others_before:
             gone = before - resident
@@ -249,6 +272,7 @@ class Machine:
                 "move",
                 "time",
                 "drop",
+                "delete",
                 "die",
                 "corrupt",
             ]
@@ -275,6 +299,8 @@ class Machine:
                 self.store.tick(self.now_s)
             case "drop":
                 self.store.drop([rng.choice(KEYS)], self.now_s)
+            case "delete" if rng.random() < 0.2:
+                self.delete()
             case "corrupt" if self.leased and rng.random() < 0.3:
                 _, held = self.leased[rng.choice(list(self.leased))]
                 for slot, generation in held[:1]:
@@ -286,6 +312,7 @@ class Machine:
         self.check()
         self.check_leaf_first()
         self.check_orders()
+        self.check_deleted()
 
     def check_restart(self) -> int:
         """A new process finds every block that is durable or whole in its file, and nothing twice."""
@@ -343,6 +370,7 @@ def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(evict, seed):
     while machine.moves:
         machine.finish_move(ok=True)
     assert all(committing.done for committing in machine.committing), "a commit was never answered"
+    assert all(deleting.done for deleting in machine.deleted.values()), "a delete was never answered"
     assert machine.store.audit(machine.now_s) == [], "something is held though nobody is there"
     entries = machine.store._index.values()
     assert machine.store.dram.used == sum(entry.slot >= 0 for entry in entries)
@@ -358,6 +386,14 @@ def test_the_random_machine_reaches_hits_in_both_tiers():
     assert machine.evictions > 0 and machine.pinned > 0
     counts = machine.store.counts
     assert min(counts.demoted, counts.evicted + counts.promote_failed, counts.timed_out, counts.leases_lapsed) > 0
+
+
+def test_the_random_machine_deletes_what_files_hold():
+    machine, most = Machine(Random(8), slots=8, file_slots=60), 0
+    for _ in range(3000):
+        machine.step()
+        most = max(most, machine.check_deleted())
+    assert most > 3 and machine.store.counts.deleted >= 15 and machine.store.counts.erase_failed > 0
 
 
 def test_the_random_machine_names_spare_slots():

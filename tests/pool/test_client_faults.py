@@ -288,3 +288,24 @@ def test_a_slow_file_tier_is_not_waited_for_again_and_again(client, pool):
     until(lambda: breaker.state(client._outside.now_s()) == "half-open", 2, "then one may try")
     breaker.good()
     assert client.counts().breakers == {}
+
+
+def test_what_was_deleted_does_not_come_back_with_a_restart(tmp_path):
+    config = PoolConfig(LAYOUT, ranks=2, dram_size=room_for(12), file_size=4 * 2**20, ucx=False, write="through")
+    handle = start_pool(config, tmp_path)
+    keys = [b"gone" + key[4:] for key in KEYS[:24]]
+    try:
+        with connect(handle.run_dir) as client:
+            assert {r.outcome for r in client.write(puts(keys), 10)} == {Outcome.STORED}
+            with client.read(keys[:1]) as read:
+                assert client.delete(keys[::3], 5) == 8
+                assert read.whole() == 1 and bytes(read.blocks[0].data) == payload(keys[0]), "a lease is a lease"
+            assert client.exists(keys) == [at % 3 != 0 for at in range(24)]
+        for pid in handle.rank_pids:
+            os.kill(pid, signal.SIGKILL)
+        stop_pool(handle.run_dir)
+        again = start_pool(config, tmp_path)
+        with connect(again.run_dir) as client:
+            assert client.exists(keys, 2) == [at % 3 != 0 for at in range(24)]
+    finally:
+        stop_pool(tmp_path)

@@ -210,7 +210,14 @@ class Promote:
     record: int = 0
 
 
-Action = Stamp | Demote | Promote
+@dataclass(frozen=True)
+class Erase:
+    """Clear the record in `file_slot`, for good, then call `erased(file_slot, ...)`."""
+
+    file_slot: int
+
+
+Action = Stamp | Demote | Promote | Erase
 
 
 @dataclass(frozen=True)
@@ -295,4 +302,6 @@ class StoreCounts:
     """Transient blocks whose time was up."""
     dropped: int = 0
     deleted: int = 0
+    erase_failed: int = 0
+    """Records of deleted blocks that the disk would not clear: a restart may find them."""
     leases_lapsed: int = 0

@@ -72,6 +72,7 @@ class Filing(Room):
         newest: dict[BlockKey, Filed] = {}
         for block in found:
             self._record = max(self._record, block.record)
+            self._erasing.written(block.file_slot, block.key, True)
             known = newest.get(block.key)
             if 1 <= block.length <= self.slot_size and (known is None or block.record > known.record):
                 newest[block.key] = block

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtool.kv.block import BlockKey
+from kvtool.kv.erasing import Erasing
 from kvtool.kv.evict import Children, LeafLRU
 from kvtool.kv.health import Backoff
 from kvtool.kv.keep import HARD_SHARE, Keeping
@@ -32,6 +33,7 @@ from kvtool.kv.record import (
     Commit,
     Demote,
     Entry,
+    Erase,
     Promote,
     Quarantined,
     Reading,
@@ -60,6 +62,7 @@ class Room:
         self.slot_size = slot_size
         self.dram = SlotAllocator(slots)
         self.files = SlotAllocator(file_slots)
+        self._erasing = Erasing(self.files)
         self.leases = LeaseTable(lease_term_s)
         self.counts = StoreCounts()
         self.demoting = self.filing = 0
@@ -303,8 +306,21 @@ class Room:
 
     def _give_file_slot(self, entry: Entry, evicted: bool = False) -> None:
         self._file_order.leave(entry, evicted)
-        self.files.give(entry.file_slot)
-        entry.file_slot = -1
+        slot, entry.file_slot = entry.file_slot, -1
+        self.files.give(slot)
+        self._file_slot_settled(slot)
+
+    def _file_slot_settled(self, slot: int) -> None:
+        """Nobody moves anything from or to `slot` now."""
+        if self._erasing.settled(slot):
+            self._actions.append(Erase(slot))
+
+    def erased(self, slot: int, ok: bool, now_s: float) -> list[Reading]:
+        """An `Erase` ended."""
+        self._erasing.erased(slot, ok)
+        self.counts.erase_failed += not ok
+        self._keep_ahead(now_s)
+        return []
 
     def _keep_ahead(self, now_s: float) -> None:
         self._free_up(self.ahead, now_s)
@@ -380,7 +396,8 @@ class Room:
             self.filing -= 1
         else:
             self.demoting -= 1
-        entry.state = State.COMMITTED
+        entry.state, slot = State.COMMITTED, entry.file_slot
+        self._erasing.written(slot, entry.key, ok)
         if ok:
             self.backoff.worked()
             self.counts.demoted += not stays
@@ -401,6 +418,7 @@ class Room:
             self._to_file_copy(entry)
         else:
             self._offer(entry)
+        self._file_slot_settled(slot)
 
     def _tell_committed(self, entry: Entry, ok: bool) -> None:
         """Those who wait to hear that the block is on the disk."""

@@ -20,8 +20,22 @@ from collections.abc import Iterable, Sequence
 
 from kvtool.errors import LeaseLapsed
 from kvtool.kv.block import BlockKey
+from kvtool.kv.erasing import Deleting
 from kvtool.kv.lease import ReadId
-from kvtool.kv.record import Commit, Committing, Entry, Grant, Granted, Hit, Holding, Quarantined, Reading, State, Want
+from kvtool.kv.record import (
+    Commit,
+    Committing,
+    Entry,
+    Erase,
+    Grant,
+    Granted,
+    Hit,
+    Holding,
+    Quarantined,
+    Reading,
+    State,
+    Want,
+)
 from kvtool.kv.room import SAME_REQUEST_S
 from kvtool.kv.source import Sources
 
@@ -376,17 +390,22 @@ class Store(Sources):
         self.counts.dropped += count
         return count
 
-    def delete(self, keys: Iterable[BlockKey], now_s: float) -> int:
-        """Forget blocks of any kind, in both tiers; how many went. Who holds a lease reads on to its end. What is
-        being written is not there yet, and stays."""
-        count = 0
+    def delete(self, keys: Iterable[BlockKey], now_s: float) -> Deleting:
+        """Forget blocks of any kind, in both tiers, and have their records cleared. Who holds a lease reads on to its
+        end. What is being written is not there yet, and stays."""
+        deleting = Deleting()
+        slots: set[int] = set()
         for key in keys:
             entry = self._index.get(key)
-            if entry is not None and entry.state is not State.RESERVED:
+            there = entry is not None and entry.state is not State.RESERVED
+            deleting.there.append(there)
+            slots.update(self._erasing.slots_of(key))
+            if entry is not None and there:
+                slots.update((entry.file_slot,) if entry.file_slot >= 0 else ())
                 self._forget(entry, "deleted", now_s)
-                count += 1
-        self.counts.deleted += count
-        return count
+        self.counts.deleted += deleting.count
+        self._actions += map(Erase, self._erasing.want(slots, deleting))
+        return deleting
 
     def corrupt(self, key: BlockKey, slot: int, generation: int, now_s: float) -> bool:
         """A reader found bytes that are not the block's. Its DRAM copy is never served again; a file copy may be."""
@@ -493,4 +512,4 @@ class Store(Sources):
         filed = sum(entry.file_slot >= 0 for entry in self._index.values())
         dram += sum(entry.slot >= 0 for entry in moving)
         filed += sum(entry.file_slot >= 0 for entry in moving)
-        return (self.dram.used - dram) + (self.files.used - filed)
+        return (self.dram.used - dram) + (self.files.used - filed - self._erasing.running)

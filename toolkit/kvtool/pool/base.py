@@ -260,7 +260,8 @@ class Pool(Protocol):
         ...
 
     def delete(self, keys: Sequence[BlockKey], budget_s: float = 2.0) -> int:
-        """Forget blocks of any kind, in every tier; how many went. Readers under a lease read on to its end."""
+        """Forget blocks of any kind, in every tier, for good: no restart finds them. How many went. Readers under
+        a lease read on to its end."""
         ...
 
     def alive(self) -> bool:

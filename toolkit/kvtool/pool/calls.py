@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtool.errors import KvtoolError, ProtocolError
@@ -368,31 +368,38 @@ class Calls:
         ]
 
     async def drop(self, keys: Sequence[BlockKey], budget_s: float) -> int:
-        return await self._forget(Op.DROP, keys, budget_s)
+        def take(part: Part, body: bytes) -> Sequence[int]:
+            return part.positions[: wire.unpack_count(body)]  # which of them went does not matter
+
+        return await self._forget(Op.DROP, keys, budget_s, take)
 
     async def delete(self, keys: Sequence[BlockKey], budget_s: float) -> int:
-        return await self._forget(Op.DELETE, keys, budget_s)
+        def take(part: Part, body: bytes) -> Sequence[int]:
+            return [position for position, there in zip(part.positions, body, strict=False) if there]
 
-    async def _forget(self, op: Op, keys: Sequence[BlockKey], budget_s: float) -> int:
-        """Tell every owner; how many keys at least one of them forgot."""
-        deadline_s, gone = self._now_s() + budget_s, 0
+        return await self._forget(Op.DELETE, keys, budget_s, take)
+
+    async def _forget(
+        self, op: Op, keys: Sequence[BlockKey], budget_s: float, gone_of: Callable[[Part, bytes], Sequence[int]]
+    ) -> int:
+        """Tell every owner at once, or they would make each other copies; how many keys one of them had."""
+        deadline_s, count = self._now_s() + budget_s, 0
         for start in range(0, len(keys), wire.BATCH_MAX):
             some = keys[start : start + wire.BATCH_MAX]
-            route, most = Route(self._ranks, some, reading=False), 0
+            route, gone = Route(self._ranks, some, reading=False), set[int]()
             shares = route.first()
-            while shares:
-                counts: list[int] = []
+            while others := route.next(range(len(some))):
+                shares += others
 
-                def take(part: Part, body: bytes, counts: list[int] = counts) -> tuple[Sequence[int], str]:
-                    counts.append(wire.unpack_count(body))
-                    return (), ""
+            def take(part: Part, body: bytes, gone: set[int] = gone) -> tuple[Sequence[int], str]:
+                gone.update(gone_of(part, body))
+                return (), ""
 
-                question = Question(op, _keys, take)
-                await Asking(self.setting, some, question, route, deadline_s, deadline_s, leading=False).run(shares)
-                most = max(most, sum(counts))
-                shares = route.next(range(len(some)))
-            gone += most
-        return gone
+            await Asking(
+                self.setting, some, Question(op, _keys, take), route, deadline_s, deadline_s, leading=False
+            ).run(shares)
+            count += len(gone)
+        return count
 
     # Who is there
 

@@ -312,9 +312,10 @@ class EmbeddedPool(Verbs):
         with self._changed:
             if self._closed:
                 return 0
-            count = self._store.delete(keys, self._tick())
+            deleting = self._store.delete(keys, self._tick())
             self._settled()
-            return count
+            self._changed.wait_for(lambda: deleting.done or self._closed, min(budget_s, DURABLE_WAIT_S))
+            return deleting.count
 
     def alive(self) -> bool:
         return not self._closed

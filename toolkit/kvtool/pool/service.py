@@ -14,6 +14,7 @@ from typing import Any
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.copying import CopyOf, Why
+from kvtool.kv.erasing import Deleting
 from kvtool.kv.record import Commit, Committing, Grant, Granted, Hit, Holding, Reading, Want
 from kvtool.pool import wire
 from kvtool.pool.copier import OWNER, Copier
@@ -56,7 +57,8 @@ class _WaitingRead(_Waiting):
 
 @dataclass(eq=False)
 class _WaitingCommit(_Waiting):
-    committing: Committing
+    committing: Committing | Deleting
+    op: Op = Op.COMMIT
 
 
 @dataclass(eq=False)
@@ -351,7 +353,7 @@ class Service:
             due = commit.committing.done or now_s >= commit.until_s
             if due and commit in self._commits:  # an answer that cannot be sent ends others of that client
                 self._commits.remove(commit)
-                commit.connection.send(Op.COMMIT, commit.request, bytes(commit.committing.results))
+                commit.connection.send(commit.op, commit.request, bytes(commit.committing.results))
 
     def _commit_later(self, connection: Connection, message: Message) -> None:
         """What it commits has come in, whole or not."""
@@ -378,9 +380,12 @@ class Service:
         connection.send(Op.HAS, message.request, self.store.has(wire.split_keys(message.body)))
 
     def _delete(self, connection: Connection, message: Message, now_s: float) -> None:
-        count = self.store.delete(wire.split_keys(message.body), now_s)
+        deleting = self.store.delete(wire.split_keys(message.body), now_s)
+        self.tiers.carry_out()
+        waiting = _WaitingCommit(connection, message.request, now_s, now_s + DURABLE_WAIT_S, deleting, Op.DELETE)
+        self._commits.append(waiting)
+        self._answer_commits(now_s)
         self._moved(now_s)
-        connection.send(Op.DELETE, message.request, wire.pack_count(count))
 
     def _corrupt(self, connection: Connection, message: Message, now_s: float) -> None:
         key, slot, generation = wire.unpack_corrupt(message.body)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import BlockCorrupt
 from kvtool.kv.block import BlockKey
-from kvtool.kv.record import NOWHERE, Demote, Filed, Promote, Reading, Stamp, Whereabouts
+from kvtool.kv.record import NOWHERE, Demote, Erase, Filed, Promote, Reading, Stamp, Whereabouts
 from kvtool.kv.retention import DEFAULT, Pin, Retention
 from kvtool.kv.store import Store
 from kvtool.pool.directory import Directory
@@ -64,8 +64,10 @@ class Tiers:
                 self.memory.stamp(action)
             elif isinstance(action, Demote):
                 self._demote(action)
-            else:
+            elif isinstance(action, Promote):
                 self._promote(action)
+            else:
+                self._erase(action)
         for block in self.store.take_whereabouts():
             if self.directory is not None:
                 self.directory.place(block)
@@ -116,6 +118,14 @@ class Tiers:
         assert self.files is not None
         out = self.memory.slot(move.slot, move.length)
         self.files.read(move.file_slot, out, move.key, generation=move.record).add_done_callback(done)
+
+    def _erase(self, action: Erase) -> None:
+        def done(future: Future[None]) -> None:
+            ok = _error(future) is None
+            self._end(lambda now_s: self.store.erased(action.file_slot, ok, now_s))
+
+        assert self.files is not None
+        self.files.erase(action.file_slot).add_done_callback(done)
 
     def _end(self, event: Event) -> None:
         """A move ended, in some thread. Those that end before the rules hear of it are told together: what is waiting

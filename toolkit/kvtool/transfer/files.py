@@ -171,8 +171,8 @@ class BlockFile:
         return self._submit(self._check, slot, size, key, generation)
 
     def erase(self, slot: int) -> Future[None]:
-        """Clear a slot's header: it is found by nobody any more."""
-        return self._submit(self._erase, slot)
+        """Clear a slot's header, durably: it is found by nobody any more."""
+        return self._group.when_synced(self._submit(self._erase, slot, urgent=True))
 
     def headers(self) -> Iterator[tuple[int, SlotHeader]]:
         """Slots whose header is whole, in order: what was here before a restart. Not checked against the payload; a
