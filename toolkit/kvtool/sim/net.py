@@ -198,6 +198,7 @@ class Socket(Pollable):
         self.closed = self.ended = self.failed = self.shut = False
         self.stream: Stream | None = None
         self.at = 0
+        self._number = self.net.number()
         self._inbox = bytearray()
         self._unread = 0  # of the peer: what we sent and it has not read
         self._timeout_s: float | None = None
@@ -222,7 +223,7 @@ class Socket(Pollable):
     # The library's names
 
     def fileno(self) -> int:
-        return -1 if self.closed else 3
+        return -1 if self.closed else self._number
 
     def setsockopt(self, *_: Any) -> None:
         pass

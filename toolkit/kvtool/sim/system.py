@@ -89,6 +89,12 @@ class SocketModule(_Door):
     socket = Socket
     timeout = TimeoutError
 
+    def create_server(self, address: tuple[str, int], *, family: int = 2, **_: Any) -> Socket:
+        sock = Socket(family)
+        sock.bind(address)
+        sock.listen()
+        return sock
+
     def gethostname(self) -> str:
         return here().process.host
 
