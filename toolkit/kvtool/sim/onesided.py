@@ -22,7 +22,7 @@ from kvtool.transfer.nixl import Metadata
 if TYPE_CHECKING:
     from kvtool.sim.world import World
 
-PROGRESS_S = 0.03
+PROGRESS_S = 0.05
 """An owner that called progress that lately moves bytes."""
 RETRY_S = (0.001, 0.05)
 PIECES_MAX = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.kv.block import BlockKey
-from kvtool.kv.record import Entry, State
+from kvtool.kv.record import Entry, Holding, State
 from kvtool.kv.store import Store
 from kvtool.pool.base import BlockView, Outcome, PutResult
 from kvtool.pool.memory import SlotMemory
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 SLACK_S = 0.5
 """What a call may take beyond its budget."""
-DEEP_EVERY = 16
-"""Steps of a rank between two looks at all of its memory."""
+ACCOUNTS_EVERY, DEEP_EVERY = 4, 16
+"""Steps of a rank between two looks at its accounts, and at all of its memory."""
 
 
 class Oracles:
@@ -49,7 +49,8 @@ class Oracles:
         if store is None or rank.process is not process:
             return
         self._steps += 1
-        self._accounted(rank, store)
+        if self._steps % ACCOUNTS_EVERY == 0:
+            self._accounted(rank, store)
         if self._steps % DEEP_EVERY == 0:
             self.memory_true(rank, store)
 
@@ -105,10 +106,10 @@ class Oracles:
         lost = store.lost_slots()
         if lost:
             raise Broken(f"lost slots: {rank.name} has {lost} slots in use that nothing accounts for")
-        holders: dict[int, str] = {}
+        holders: dict[int, object] = {}
         for key, entry in store._index.items():
             if entry.slot >= 0:
-                self._one_holder(rank, holders, entry.slot, short(key))
+                self._one_holder(rank, holders, entry.slot, key)
         for slot in store._quarantine:
             self._one_holder(rank, holders, slot, "the quarantine")
         for entry in store._moves.values():
@@ -117,9 +118,10 @@ class Oracles:
         if store.dram.used > store.dram.count or store.files.used > store.files.count:
             raise Broken(f"cap broken: {rank.name} uses {store.dram.used} of {store.dram.count} slots")
 
-    def _one_holder(self, rank: RankProcess, holders: dict[int, str], slot: int, who: str) -> None:
+    def _one_holder(self, rank: RankProcess, holders: dict[int, object], slot: int, who: object) -> None:
         if slot in holders:
-            raise Broken(f"slot given twice: {rank.name}'s slot {slot} is held by {holders[slot]} and by {who}")
+            names = [short(one) if isinstance(one, bytes) else one for one in (holders[slot], who)]
+            raise Broken(f"slot given twice: {rank.name}'s slot {slot} is held by {names[0]} and by {names[1]}")
         holders[slot] = who
 
     # Time
@@ -139,14 +141,22 @@ class Oracles:
 
     # The end
 
+    def _held(self, rank: RankProcess, store: Store) -> list[Holding]:
+        assert rank.process is not None
+        return store.audit(self.world.sched.now_s + rank.process.clock_offset_s)
+
+    @property
+    def nothing_held(self) -> bool:
+        stores = [(rank, rank.store) for rank in self.ranks]
+        return not any(self._held(rank, store) for rank, store in stores if store is not None)
+
     def quiet(self) -> None:
         """Faults healed, clients gone, every term over: nobody holds anything."""
         for rank in self.ranks:
             store = rank.store
             if store is None:
                 continue
-            assert rank.process is not None
-            held = store.audit(self.world.sched.now_s + rank.process.clock_offset_s)
+            held = self._held(rank, store)
             if held:
                 lines = ", ".join(f"{line.count} {line.kind} of owner {line.owner}" for line in held)
                 raise Broken(f"leak: nobody is left, and {rank.name} still holds {lines}")

@@ -27,12 +27,8 @@ class Pollable:
             task.process.sched.wake(task)
 
     def ready(self, events: int) -> int:
-        found = 0
-        if events & real.EVENT_READ and self.readable():
-            found |= real.EVENT_READ
-        if events & real.EVENT_WRITE and self.writable():
-            found |= real.EVENT_WRITE
-        return found
+        found = 1 if events & 1 and self.readable() else 0  # EVENT_READ, EVENT_WRITE
+        return found | 2 if events & 2 and self.writable() else found
 
 
 class EventFd(Pollable):
@@ -49,7 +45,7 @@ class Selector:
 
     def __init__(self, sched: Callable[[], Scheduler], counters: dict[int, EventFd]) -> None:
         self._sched, self._counters = sched, counters
-        self._keys: dict[Any, real.SelectorKey] = {}
+        self._keys: dict[Any, tuple[real.SelectorKey, Pollable]] = {}
 
     def _pollable(self, fileobj: Any) -> Pollable:
         return self._counters[fileobj] if isinstance(fileobj, int) else fileobj
@@ -57,19 +53,21 @@ class Selector:
     def register(self, fileobj: Any, events: int, data: Any = None) -> real.SelectorKey:
         if fileobj in self._keys:
             raise KeyError(f"{fileobj!r} is already registered")
-        key = self._keys[fileobj] = real.SelectorKey(fileobj, 3, events, data)
+        key = real.SelectorKey(fileobj, 3, events, data)
+        self._keys[fileobj] = key, self._pollable(fileobj)
         return key
 
     def unregister(self, fileobj: Any) -> real.SelectorKey:
-        return self._keys.pop(fileobj)
+        return self._keys.pop(fileobj)[0]
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> real.SelectorKey:
         if fileobj not in self._keys:
             raise KeyError(f"{fileobj!r} is not registered")
-        key = self._keys[fileobj] = real.SelectorKey(fileobj, 3, events, data)
+        key = real.SelectorKey(fileobj, 3, events, data)
+        self._keys[fileobj] = key, self._keys[fileobj][1]
         return key
 
-    def get_map(self) -> dict[Any, real.SelectorKey]:
+    def get_map(self) -> dict[Any, Any]:
         return self._keys
 
     def select(self, timeout: float | None = None) -> list[tuple[real.SelectorKey, int]]:
@@ -77,13 +75,11 @@ class Selector:
         task = sched.call()
         until_s = None if timeout is None else sched.now_s + max(0.0, timeout)
         while True:
-            found = [
-                (key, got) for key in self._keys.values() if (got := self._pollable(key.fileobj).ready(key.events))
-            ]
+            found = [(key, got) for key, pollable in self._keys.values() if (got := pollable.ready(key.events))]
             left_s = None if until_s is None else until_s - sched.now_s
             if found or (left_s is not None and left_s <= 0):
                 return found
-            watched = [self._pollable(fileobj) for fileobj in self._keys]
+            watched = [pollable for _, pollable in self._keys.values()]
             for pollable in watched:
                 pollable.watchers.append(task)
             try:

@@ -28,8 +28,8 @@ LEAVE_S = 40.0
 SETTLE_S = 12.0
 """For survivors to agree, links to be dialled again, and what the dead held to be free."""
 PROBE_S = 15.0
-QUIET_S = 70.0
-"""Longer than any term, settling time or wait that this workload asks for."""
+TERMS_S, QUIET_S = 6.0, 90.0
+"""Longer than the terms of a run, and than anything at all that may be held here: near copies live for 60 s."""
 
 
 @dataclass
@@ -90,7 +90,8 @@ class Run:
         for client in self.clients:
             if not client.process.dead:
                 client.process.kill()
-        sched.run(sched.now_s + QUIET_S)
+        sched.run(sched.now_s + TERMS_S)
+        self._until(lambda: self.oracles.nothing_held, QUIET_S)
         self.oracles.quiet()
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> None:

@@ -31,11 +31,11 @@ import kvtool.clock
 import kvtool.pool
 import kvtool.transfer
 from kvtool.errors import Refused
-from kvtool.pool import access, process, rank, state
+from kvtool.pool import access, membership, process, rank, state
 from kvtool.sim.disk import SimDisk
 from kvtool.sim.memory import Segment
 from kvtool.sim.net import Socket
-from kvtool.sim.onesided import Nixl
+from kvtool.sim.onesided import PROGRESS_S, Nixl
 from kvtool.sim.poll import EventFd, Poll, Selector
 from kvtool.sim.sync import Executor, SimpleQueue, Threads, VirtualFuture, wait_all
 from kvtool.sim.world import here
@@ -44,8 +44,6 @@ from kvtool.transfer import disk, nixl, peer, segment
 EVENTFD_FIRST = 1_000_000
 BOOT_S = 1.7e9
 STAGING_SIZE = 2**18
-POLL_S, PROGRESS_S = (20e-6, 2e-3), 0.01
-"""Transfers are looked at less often than on a real network; here that costs virtual time only."""
 LEFT_OUT = ("launch", "rundir", "nixl", "keeper", "keeping", "mpiwatch", "process")
 """Modules for those who start pools, and NIXL's door, whose stand-in is `onesided`."""
 
@@ -230,6 +228,15 @@ def _threads() -> Threads:
     return Threads(lambda: here().sched)
 
 
+_SLOWER: tuple[tuple[ModuleType, str, Any], ...] = (
+    (peer, "_WAIT_S", (20e-6, 2e-3)),
+    (rank, "UCX_PROGRESS_S", PROGRESS_S / 2),
+    (rank, "TICK_S", 1.0),
+    (membership, "MPI_POLL_S", 1.0),
+)
+"""What is looked at less often than in production: that costs virtual time, and the other real time."""
+
+
 def _table() -> dict[int, Any]:
     threads = _threads()
     real_write = state.write_state
@@ -321,7 +328,7 @@ def installed() -> Iterator[None]:
     SimDisk.here, VirtualFuture.here = staticmethod(here), staticmethod(lambda: here().sched)
     undo.append((access.Access, "wants_ucx", vars(access.Access)["wants_ucx"]))
     setattr(access.Access, "wants_ucx", staticmethod(_wants_ucx))  # noqa: B010
-    for holder, name, value in ((peer, "_WAIT_S", POLL_S), (rank, "UCX_PROGRESS_S", PROGRESS_S), (rank, "TICK_S", 1.0)):
+    for holder, name, value in _SLOWER:
         undo.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)
     try:
