@@ -35,11 +35,17 @@ class Platter:
         self.holder: Process | None = None
         self.slow_until_s = self.failing_until_s = self.full_until_s = 0.0
         self.lies = False
-        self.rotten = 0
+        self.rotten = self.failures = self.cuts = 0
+
+    @property
+    def honest(self) -> bool:
+        """Whether it did all along what disks promise."""
+        return not (self.lies or self.rotten or self.failures)
 
     def power_cut(self) -> None:
         """What the medium does not hold is lost, some of it; the page under the head is torn."""
         rng, lost = self.world.rng, 0
+        self.cuts += 1
         for number, old in sorted(self.unsynced.items()):
             if rng.random() < 0.5:
                 continue  # it had reached the medium on its own
@@ -161,4 +167,5 @@ class SimDisk:
     def _may_fail(self, what: str) -> None:
         if self._world.sched.now_s < self._platter.failing_until_s and self._world.rng.random() < 0.5:
             self._world.journal.count(f"disk: failed {what}")
+            self._platter.failures += 1
             raise OSError(errno.EIO, "Input/output error")

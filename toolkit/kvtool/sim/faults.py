@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtool.sim.client import ClientProcess
+from kvtool.sim.disk import Platter
 from kvtool.sim.net import Delays
 from kvtool.sim.rank import RankProcess
 from kvtool.sim.sched import Process
@@ -20,7 +21,7 @@ class Faults:
 
     def __init__(self, world: World, shape: Shape, ranks: list[RankProcess], clients: list[ClientProcess]) -> None:
         self.world, self.shape, self.ranks, self.clients = world, shape, ranks, clients
-        self._healed = False
+        self._healed = self._over = False
         self._kinds: dict[str, Callable[[], bool]] = {
             "rank dies": self._rank_dies,
             "rank hangs": self._rank_hangs,
@@ -30,6 +31,12 @@ class Faults:
             "stream breaks": lambda: self._stream_breaks(None),
             "half open": lambda: self._stream_breaks(self.world.rng.randrange(2)),
             "slow network": lambda: False,
+            "power cut": self._power_cut,
+            "disk slow": lambda: self._disk(self._slow),
+            "disk fails": lambda: self._disk(self._fails),
+            "disk full": lambda: self._disk(self._full),
+            "disk rots": lambda: self._disk(lambda platter: platter.rot()),
+            "disk lies": lambda: self._disk(self._lies),
         }
         self._on = [kind for kind in self._kinds if kind in shape.faults]
 
@@ -49,15 +56,80 @@ class Faults:
     def heal(self) -> None:
         """All that can be undone is; nothing bad happens any more."""
         self._healed = True
+        for host in sorted({process.host for process in self.world.sched.processes}):
+            self.world.net.power(host, True)
+        for platter in self.world.platters.values():
+            platter.slow_until_s = platter.failing_until_s = platter.full_until_s = 0.0
         for process in self.world.sched.processes:
             process.dies_at_call = process.stops_at_call = None
             process.go_on()
         self.world.net.heal_all()
         self.world.net.delays = Delays(spike_share=0.0)
 
+    def rank_died(self, rank: RankProcess) -> None:
+        """The keeper: starts it again after a while, on a host that has power."""
+        if self.shape.restarts and not self._over:
+            self.world.sched.at(self.world.rng.choice([0.05, 0.5, 3.0]), self._start_again, rank)
+
+    def _start_again(self, rank: RankProcess) -> None:
+        if rank.lives or self._over:
+            return
+        if self.world.net.hosts_down(rank.host):
+            self.world.sched.at(0.5, self._start_again, rank)
+            return
+        self.world.journal.count("rank started again")
+        rank.start()
+
+    def end(self) -> None:
+        """Nobody is started again any more."""
+        self._over = True
+
+    def _power_cut(self) -> bool:
+        """A host goes dark, with all that runs there."""
+        rng, net = self.world.rng, self.world.net
+        hosts = sorted({rank.host for rank in self.ranks if rank.lives})
+        if not hosts or (len(hosts) < 2 and not self.shape.restarts):
+            return False
+        host = rng.choice(hosts)
+        net.power(host, False)
+        for rank in self.ranks:
+            if rank.host == host:
+                rank.power_cut = True
+                rank.kept &= rank.acked  # of one that was dead already
+                if rank.platter is not None:
+                    rank.platter.power_cut()
+        for process in list(self.world.sched.processes):
+            if process.host == host:
+                process.kill()
+        self.world.sched.at(rng.uniform(0.5, 5.0), net.power, host, True)
+        return True
+
+    def _disk(self, what: Callable[[Platter], bool]) -> bool:
+        platters = [self.world.platters[name] for name in sorted(self.world.platters)]
+        return bool(platters) and what(self.world.rng.choice(platters))
+
+    def _until_s(self) -> float:
+        return self.world.sched.now_s + self.world.rng.uniform(0.2, 4.0)
+
+    def _slow(self, platter: Platter) -> bool:
+        platter.slow_until_s = self._until_s()
+        return True
+
+    def _fails(self, platter: Platter) -> bool:
+        platter.failing_until_s = self._until_s()
+        return True
+
+    def _full(self, platter: Platter) -> bool:
+        platter.full_until_s = self._until_s()
+        return True
+
+    def _lies(self, platter: Platter) -> bool:
+        platter.lies = True
+        return True
+
     def _rank_dies(self) -> bool:
         living = [rank for rank in self.ranks if rank.lives]
-        if len(living) < 2:
+        if not living or (len(living) < 2 and not self.shape.restarts):
             return False
         return self._dies(self.world.rng.choice(living).process)
 

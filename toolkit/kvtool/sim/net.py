@@ -62,7 +62,19 @@ class Network:
         return host in self._down
 
     def power(self, host: str, on: bool) -> None:
-        self._down.discard(host) if on else self._down.add(host)
+        """Off, it says nothing any more; keepalive finds out, or the host itself does when it is back."""
+        if not on:
+            self._down.add(host)
+            self.sched.at(KEEPALIVE_S, self._forgotten, [stream for stream in self.streams if host in stream.hosts])
+        elif host in self._down:
+            self._down.discard(host)
+            self._forgotten([stream for stream in self.streams if host in stream.hosts])
+        self.sched.journal.log("power", host, "on" if on else "off")
+
+    def _forgotten(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            if stream in self.streams:
+                stream.break_off()
 
     def cut(self, here: str, there: str) -> None:
         self._cut.add((min(here, there), max(here, there)))
@@ -117,6 +129,8 @@ class Stream:
     def send(self, to: int, data: bytes | None) -> None:
         """`None` is the end of the stream."""
         sched = self.net.sched
+        if self.net.hosts_down(self.hosts[0]) or self.net.hosts_down(self.hosts[1]):
+            return
         if self.net.is_cut(*self.hosts):
             if self._cut_since_s is None:
                 self._cut_since_s = sched.now_s

@@ -10,6 +10,7 @@ from kvtool.kv.store import Store
 from kvtool.pool.base import BlockView, Outcome, PutResult
 from kvtool.pool.memory import SlotMemory
 from kvtool.sim.blocks import content, short
+from kvtool.sim.disk import PAGE
 from kvtool.sim.sched import Broken, Process
 from kvtool.sim.shape import Shape
 from kvtool.sim.world import World
@@ -134,10 +135,62 @@ class Oracles:
 
     def put(self, client: ClientProcess, key: BlockKey, result: PutResult, transient_s: float | None) -> None:
         self.world.journal.count(f"put {result.outcome.value}")
+        if result.durable:
+            self.world.journal.count("put durable")
+            for rank in self.ranks:
+                entry = rank.store._index.get(key) if rank.store is not None else None
+                if entry is not None and entry.file_slot >= 0:
+                    rank.acked.add(key)
         if result.outcome in (Outcome.REFUSED, Outcome.FAILED) and not result.reason:
             raise Broken(f"silent refusal: {client.name} was not told why {short(key)} was {result.outcome.value}")
         if self.shape.calm and result.outcome not in (Outcome.STORED, Outcome.DUPLICATE):
             raise Broken(f"refused without need: {client.name} put {short(key)} in a calm pool: {result.reason}")
+
+    # Files
+
+    def died(self, rank: RankProcess) -> None:
+        """What the file of a rank that dies now must still have: all that was written, and after a power cut all that
+        a client was told is durable."""
+        if rank.rank is None or not self.shape.file_slots:
+            return
+        index = rank.rank.tiers.store._index
+        filed = {key for key, entry in index.items() if entry.file_slot >= 0 and entry.state is not State.DEMOTING}
+        rank.acked &= filed
+        rank.kept = set(rank.acked) if rank.power_cut else filed
+
+    def recovered(self, rank: RankProcess, store: Store) -> None:
+        """A rank starts again, and has found what its file has."""
+        if not self.shape.file_slots:
+            return
+        platter, kept, rank.kept = rank.platter, rank.kept, set()
+        missing = sorted(kept - set(store._index))
+        self.world.journal.log("recovered", rank.name, len(store._index), "blocks of", len(kept))
+        self.world.journal.count("rank recovered blocks", len(store._index))
+        if missing and platter.honest:
+            raise Broken(
+                f"durable block lost: {rank.name} died with {len(kept)} blocks in its file that had to last, and "
+                f"{len(missing)} of them are not there again, such as {short(missing[0])}"
+            )
+        rank.acked &= set(store._index)
+
+    def files_true(self, rank: RankProcess, store: Store) -> None:
+        """On a disk that never failed, every file copy is the block's."""
+        assert rank.rank is not None
+        platter, size = rank.platter, self.shape.layout.block_size
+        if rank.rank.files is None or not platter.honest or platter.cuts:
+            return
+        stride = rank.rank.files.stride
+        for key, entry in store._index.items():
+            if entry.file_slot >= 0 and entry.state in (State.COMMITTED, State.FILED):
+                first = (entry.file_slot + 1) * stride // PAGE + 1
+                raw = b"".join(
+                    platter.pages.get(number, bytes(PAGE)) for number in range(first, first + -(-size // PAGE))
+                )
+                if raw[:size] != content(key, size):
+                    raise Broken(
+                        f"foreign bytes in a file: {rank.name} has {short(key)} in file slot {entry.file_slot}, and "
+                        "the bytes there are not the block's"
+                    )
 
     # The end
 
@@ -166,3 +219,4 @@ class Oracles:
             if len(store.leases) or store.leases.held_slots:
                 raise Broken(f"leak: {rank.name} counts leases on {store.leases.held_slots} slots, and none is granted")
             self.memory_true(rank, store)
+            self.files_true(rank, store)

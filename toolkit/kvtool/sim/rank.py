@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError
+from kvtool.kv.block import BlockKey
 from kvtool.kv.store import Store
 from kvtool.pool.config import PoolConfig, RankConfig
 from kvtool.pool.directory import segment_size
+from kvtool.pool.filetier import file_path
 from kvtool.pool.meeting import Joining
 from kvtool.pool.names import STATE
 from kvtool.pool.rank import Rank
@@ -67,6 +71,18 @@ class RankProcess:
         self.told: RankState | None = None
         self.gathering: Task | None = None
         self.died_s: float | None = None
+        self.acked: set[BlockKey] = set()
+        """What clients were told is durable here."""
+        self.kept: set[BlockKey] = set()
+        """What its file must still have when it starts again."""
+        self.power_cut = False
+        self.on_death: Callable[[RankProcess], None] = lambda rank: None
+        self.on_recovery: Callable[[RankProcess, Store], None] = lambda rank, store: None
+
+    @property
+    def platter(self) -> Any:
+        """Its file's medium; None when it has none."""
+        return self.world.platters.get(str(file_path(Path(self._run_dir), "sim", self.number)))
 
     @property
     def lives(self) -> bool:
@@ -82,10 +98,10 @@ class RankProcess:
         self.process.clock_offset_s = self.world.rng.uniform(0.0, 1000.0)
         self.process.at_exit.append(self._died)
         self.died_s = None
+        self.rank, self.power_cut = None, False
         config, process = self._config(), self.process
 
         def run() -> None:
-            self.rank = None
             try:
                 meeting = Joining(config, self.number) if ranks is None else Together(self.world, ranks, self.number)
                 rank = Rank(config, meeting)
@@ -95,6 +111,7 @@ class RankProcess:
                 process.kill()
                 return
             self.rank = rank
+            self.on_recovery(self, rank.tiers.store)
             rank.run()
             rank.clean_up()
             self.world.journal.log("ended", self.name)
@@ -104,6 +121,7 @@ class RankProcess:
 
     def _died(self) -> None:
         self.died_s = self.world.sched.now_s
+        self.on_death(self)
 
     def _config(self) -> RankConfig:
         shape = self.shape

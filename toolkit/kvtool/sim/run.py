@@ -63,6 +63,12 @@ class Run:
         self.clients = [self._client(number, rng.choice(hosts)) for number in range(self.shape.clients)]
         self.faults = Faults(self.world, self.shape, self.ranks, self.clients)
         self.world.sched.after = self.oracles.stepped
+        for rank in self.ranks:
+            rank.on_death, rank.on_recovery = self._died, self.oracles.recovered
+
+    def _died(self, rank: RankProcess) -> None:
+        self.oracles.died(rank)
+        self.faults.rank_died(rank)
 
     def _client(self, number: int, host: str) -> ClientProcess:
         path = self.world.rng.choice(["auto", "auto", "ucx"])
@@ -86,6 +92,7 @@ class Run:
             client.ending = True
         self._until(lambda: all(not c.running or c.process.dead for c in self.clients), LEAVE_S)
         sched.run(sched.now_s + SETTLE_S)
+        self.faults.end()
         self._probe()
         for client in self.clients:
             if not client.process.dead:

@@ -6,7 +6,7 @@ Testing" (ISSTA 2012).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvtool.kv.layout import KVLayout
@@ -14,7 +14,8 @@ from kvtool.sim.blocks import BLOCK_TOKENS
 from kvtool.sim.net import Delays
 
 FAULTS = (
-    "rank dies", "rank hangs", "client dies", "client hangs", "path cut", "stream breaks", "half open", "slow network"
+    "rank dies", "rank hangs", "client dies", "client hangs", "path cut", "stream breaks", "half open", "slow network",
+    "power cut", "disk slow", "disk fails", "disk full", "disk rots", "disk lies",
 )  # fmt: skip
 CALM_SHARE = 0.1
 """Runs without any fault: what is put must be found."""
@@ -37,6 +38,8 @@ class Shape:
     faults: frozenset[str]
     write: str
     copies: int
+    restarts: bool
+    """Whether a keeper starts dead ranks again."""
 
     @property
     def calm(self) -> bool:
@@ -51,14 +54,14 @@ def shape_of(rng: Random, steps: int | None = None) -> Shape:
     clients, threads = rng.randint(1, 3), rng.choice([1, 1, 2])
     think_s = rng.choice([0.002, 0.02, 0.1])
     calls = steps or rng.randint(150, 400)
-    return Shape(
+    shape = Shape(
         ranks=rng.randint(1, 4),
         hosts=rng.randint(1, 3),
         clients=clients,
         threads=threads,
         layout=KVLayout(1, 1, head_dim, BLOCK_TOKENS, dtype),
         slots=256 if calm else rng.choice([2, 4, 8, 16, 32]),
-        file_slots=0,
+        file_slots=rng.choice([0, 8, 24, 64]),
         lease_term_s=rng.choice([0.2, 1.0, 5.0]),
         reserve_term_s=rng.choice([0.2, 1.0, 5.0]),
         lasting_s=max(2.0, calls * think_s / (clients * threads)),
@@ -67,6 +70,8 @@ def shape_of(rng: Random, steps: int | None = None) -> Shape:
             spike_share=0.05 if "slow network" in faults else 0.002, spike_s=0.3 if "slow network" in faults else 0.005
         ),
         faults=faults,
-        write="back",
-        copies=1,
+        write=rng.choice(["back", "through"]),
+        copies=rng.choice([1, 1, 2, 3]),
+        restarts=rng.random() < 0.8,
     )
+    return shape if shape.file_slots else replace(shape, write="back")

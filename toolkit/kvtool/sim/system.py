@@ -244,6 +244,7 @@ def _table() -> dict[int, Any]:
         (time, Time()),
         (time.monotonic, Time().monotonic),
         (time.sleep, Time().sleep),
+        (time.time, Time().time),
         (socket, SocketModule()),
         (select, Select()),
         (selectors, Selectors()),
