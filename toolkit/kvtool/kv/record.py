@@ -44,6 +44,7 @@ class Entry:
     slot: int = -1
     generation: int = 0
     file_slot: int = -1
+    tenant: str = ""
     checksum: int = 0
     deadline_s: float = 0.0
     unnamed: bool = False
@@ -82,6 +83,8 @@ class Want:
     parent: BlockKey | None = None
     transient_s: float | None = None
     retention: Retention = DEFAULT
+    tenant: str = ""
+    """Who is charged; the pool's operator is not."""
 
 
 class Grant(IntEnum):
@@ -261,6 +264,7 @@ class Quarantined:
     since_s: float
     writer: bool = False
     safe_at_s: float | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

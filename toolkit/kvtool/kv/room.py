@@ -26,6 +26,7 @@ from kvtool.kv.keep import HARD_SHARE, Keeping
 from kvtool.kv.lease import LeaseTable
 from kvtool.kv.order import Order
 from kvtool.kv.policy import AUTO
+from kvtool.kv.quota import Account, Quotas
 from kvtool.kv.record import (
     IN_FILE,
     NOWHERE,
@@ -80,6 +81,7 @@ class Room:
             self._shadows.append((Shadows(file_slots, policy, contest), self._file_order))
         self._leaf_order = LeafLRU(self._leaf_rank)
         self._keeping = Keeping(slots // HARD_SHARE)
+        self.quotas = Quotas(self._leave_rank, self._go_rank)
         self._quarantine: dict[int, Quarantined] = {}
         self._moves: dict[int, Entry] = {}
         self._move = self._record = 0
@@ -126,6 +128,21 @@ class Room:
         if entry is None or self._children.any(key) or not self._may_leave_dram(key):
             return None
         return entry.level << 48 | entry.touched
+
+    def _leave_rank(self, key: BlockKey) -> int | None:
+        """For a block that may leave DRAM for its tenant's next."""
+        entry = self._index.get(key)
+        if entry is None or entry.slot < 0 or not self._may_leave_dram(key):
+            return None
+        return entry.level << 48 | entry.touched
+
+    def _go_rank(self, key: BlockKey) -> int | None:
+        """For a block, in either tier, that may be forgotten for its tenant's next."""
+        entry = self._index.get(key)
+        if entry is None or self._children.any(key):
+            return None
+        may = self._may_leave_dram(key) if entry.slot >= 0 else self._may_leave_file(key)
+        return entry.level << 48 | entry.touched if may else None
 
     def _may_leave_file(self, key: BlockKey) -> bool:
         entry = self._index[key]
@@ -175,10 +192,12 @@ class Room:
                 self._leaf_order.offer(entry.key)
         if entry.file_slot >= 0:
             self._file_order.offer(entry)
+        self.quotas.offer(entry)
 
     def _compact(self) -> None:
         """Reads offer blocks again and again, also while nothing is ever evicted."""
         self._leaf_order.rebuild(self._index, self.dram.count)
+        self.quotas.compact()
 
     # Making room
 
@@ -253,10 +272,12 @@ class Room:
 
     def _file(self, entry: Entry, now_s: float, stays: bool = False, durable: bool = False) -> bool:
         """Begin to write a block in DRAM to a file; `stays`: and keep it in DRAM. False when no file slot is free."""
-        file_slot = self._take_file_slot(now_s)
+        file_slot = self._take_file_slot(now_s) if self._files_for(entry, now_s) else None
         if file_slot is None:
             return False
         entry.state, entry.file_slot, entry.since_s, entry.stays = State.DEMOTING, file_slot, now_s, stays
+        self.quotas.moved(entry)
+        self.quotas.leaving(entry, not stays)
         self._record += 1
         entry.record = self._record
         if stays:
@@ -308,6 +329,7 @@ class Room:
         self._file_order.leave(entry, evicted)
         slot, entry.file_slot = entry.file_slot, -1
         self.files.give(slot)
+        self.quotas.moved(entry)
         self._file_slot_settled(slot)
 
     def _file_slot_settled(self, slot: int) -> None:
@@ -321,6 +343,54 @@ class Room:
         self.counts.erase_failed += not ok
         self._keep_ahead(now_s)
         return []
+
+    # Quotas
+
+    def _files_for(self, entry: Entry, now_s: float) -> bool:
+        """Whether its tenant's quota has a file slot for `entry`, if need be that of its oldest block there."""
+        account = self.quotas.of(entry.tenant)
+        if account is None or not account.files_full:
+            return True
+        passed: list[Entry] = []
+        while account.files_full and (key := account.may_go.next()) is not None:
+            if self._index[key].file_slot >= 0:
+                self._forget_for(account, key, now_s)
+            else:
+                passed.append(self._index[key])
+        for other in passed:
+            self.quotas.offer(other)
+        return not account.files_full
+
+    def _room_of(self, account: Account, new: int, filed: int, now_s: float) -> None:
+        """Have blocks of a tenant go until its quota has room for `new` ones and `filed` from files, if they can."""
+        while account.too_many_for(new) and (key := account.may_go.next()) is not None:
+            self._forget_for(account, key, now_s)
+        while account.short_of(new + filed) and self._leave_for(account, now_s):
+            pass
+
+    def _leave_for(self, account: Account, now_s: float) -> bool:
+        """Let the tenant's own next victim go from DRAM; False when there is none, or too many are going already."""
+        if self.demoting >= MOVES_MAX and not self._stuck(now_s):
+            return False
+        key = account.may_leave.next()
+        if key is None:
+            return False
+        entry = self._index[key]
+        if entry.file_slot >= 0:
+            self._to_file_copy(entry)
+        elif not self._may_file(entry, now_s) or not self._file_ancestors(entry, now_s) or not self._file(entry, now_s):
+            if self._children.any(key):
+                self.quotas.offer(entry)
+                key = account.may_go.next()
+            if key is None:
+                return False
+            self._forget_for(account, key, now_s)
+        return True
+
+    def _forget_for(self, account: Account, key: BlockKey, now_s: float) -> None:
+        account.evicted += 1
+        self.counts.evicted += 1
+        self._forget(self._index[key], "evicted", now_s)
 
     def _keep_ahead(self, now_s: float) -> None:
         self._free_up(self.ahead, now_s)
@@ -351,14 +421,17 @@ class Room:
         self._list_anew(entry, slot)
         self._dram_order.leave(entry, evicted=quarantine in ("", "evicted"))
         self._at[slot] = None
+        self.quotas.moved(entry)
         if self.leases.held(slot):
             why = quarantine or "readers"
-            self._put_aside(Quarantined(slot, entry.generation, entry.key, why, entry.owner, now_s))
+            aside = Quarantined(slot, entry.generation, entry.key, why, entry.owner, now_s, tenant=entry.tenant)
+            self._put_aside(aside)
         else:
             self.dram.give(slot)
 
     def _put_aside(self, aside: Quarantined) -> None:
         self._quarantine[aside.slot] = aside
+        self.quotas.aside(aside.tenant, 1)
         self.dram.retag(aside.slot, "quarantined")
 
     def _unindex(self, entry: Entry) -> None:
@@ -392,6 +465,7 @@ class Room:
         """A `Demote` ended. If it failed the block stays in DRAM, as one that was just used."""
         entry = self._moves.pop(move)
         stays, entry.stays = entry.stays, False
+        self.quotas.leaving(entry, False)
         if stays:
             self.filing -= 1
         else:
@@ -431,12 +505,14 @@ class Room:
 
     def _promote(self, entry: Entry, now_s: float) -> bool:
         """Start to bring a filed block to DRAM; False when there is no slot for it now."""
-        slot = self._take_slot("block")
+        account = self.quotas.of(entry.tenant)
+        slot = self._take_slot("block") if account is None or account.brings(1) else None
         if slot is None:
             return False
         entry.slot, entry.generation, entry.state = slot, self.dram.generation(slot), State.PROMOTING
         entry.since_s = now_s
         self._at[slot] = entry
+        self.quotas.moved(entry)
         move = self._begin_move(entry)
         self._actions.append(
             Promote(move, entry.key, entry.file_slot, slot, entry.length, entry.checksum, entry.record)
@@ -484,7 +560,7 @@ class Room:
         self._compact()
 
     def _set_free(self, slot: int) -> None:
-        del self._quarantine[slot]
+        self.quotas.aside(self._quarantine.pop(slot).tenant, -1)
         self.dram.give(slot)
 
 

@@ -69,7 +69,12 @@ class Store(Sources):
 
     def reserve(self, owner: int, wants: Sequence[Want], now_s: float) -> list[Granted]:
         """One answer for each of `wants`."""
-        self._free_up(sum(want.key not in self._index for want in wants), now_s)
+        new = sum(want.key not in self._index for want in wants)
+        account = self.quotas.of(wants[0].tenant) if wants else None
+        if account is not None:
+            self._room_of(account, new, 0, now_s)
+            new = account.room(new)
+        self._free_up(new, now_s)
         answers = [self._reserve_one(owner, want, now_s) for want in wants]
         self._keep_ahead(now_s)
         return answers
@@ -101,12 +106,15 @@ class Store(Sources):
         if entry is not None:
             self._again(entry, want, now_s)
             return Granted(Grant.DUPLICATE)
-        slot = self._take_slot("reserved")
+        account = self.quotas.of(want.tenant)
+        slot = self._take_slot("reserved") if account is None or account.room(1) else None
         if slot is not None:
             return self._reserve(owner, want, slot, now_s)
         if self._room_is_coming(now_s) or any(e.owner == owner and not e.unnamed for e in self._reserved.values()):
             return Granted(Grant.WAIT)  # a batch larger than the pool waits for its own first blocks
         self.counts.refused += 1
+        if account is not None:
+            account.refused += 1
         return Granted(Grant.FULL)
 
     def _reserve(self, owner: int, want: Want, slot: int, now_s: float) -> Granted:
@@ -115,7 +123,8 @@ class Store(Sources):
         entry = Entry(want.key, parent, want.size, State.RESERVED, owner, now_s, slot, generation)
         entry.deadline_s = now_s + self.reserve_term_s
         entry.transient_s = want.transient_s
-        entry.retention = want.retention
+        entry.retention, entry.tenant = want.retention, want.tenant
+        self.quotas.moved(entry)
         self._index[want.key] = self._reserved[slot] = entry
         heapq.heappush(self._reserved_due, (entry.deadline_s, slot, generation))
         return Granted(Grant.GRANTED, slot, generation)
@@ -240,7 +249,10 @@ class Store(Sources):
 
     def _quarantine_reserved(self, entry: Entry, why: str, now_s: float) -> Quarantined:
         del self._reserved[entry.slot], self._index[entry.key]
-        aside = Quarantined(entry.slot, entry.generation, entry.key, why, entry.owner, now_s, writer=True)
+        self.quotas.gone(entry)
+        aside = Quarantined(
+            entry.slot, entry.generation, entry.key, why, entry.owner, now_s, writer=True, tenant=entry.tenant
+        )
         self._put_aside(aside)
         return aside
 
@@ -285,7 +297,11 @@ class Store(Sources):
         for entry in rest:
             if entry.slot >= 0:  # before anything is evicted for the others
                 self.leases.cover(reading.lease, entry.slot)
-        self._free_up(sum(entry.state is State.FILED for entry in rest), now_s)
+        below = [entry for entry in rest if entry.state is State.FILED]
+        account = self.quotas.of(below[0].tenant) if below else None
+        if account is not None:
+            self._room_of(account, 0, len(below), now_s)
+        self._free_up(len(below) if account is None else account.brings(len(below)), now_s)
         for entry in rest:
             if self._index.get(entry.key) is not entry:
                 break  # it went from its file, for one of the others
