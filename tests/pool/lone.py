@@ -7,17 +7,20 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from blocks import LAYOUT
 
 from kvtool.kv.store import Store
+from kvtool.pool.auditlog import AuditLog
 from kvtool.pool.handshake import Knock, shake
 from kvtool.pool.loop import Loop
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.service import Service
 from kvtool.pool.state import PoolState, RankState, started_at, write_state
+from kvtool.pool.tenants import Tenant, tenant_state_file, write_tenant_states
 from kvtool.pool.tiers import Tiers
 
 KEY = b"k" * 32
@@ -42,12 +45,16 @@ class Lone:
         assert done.wait(5), "the loop hangs"
         return given[0]
 
-    def state_file(self, far: bool = False) -> Path:
-        """For clients; `far`: as from another host."""
+    def state_file(self, far: bool = False, tenant: Tenant | None = None) -> Path:
+        """For clients, of a tenant or the operator; `far`: as from another host."""
         rank = replace(self.state, host="elsewhere") if far else self.state
         path = Path(self.state.unix).parent / ("far.json" if far else "pool.json")
-        write_state(path, PoolState(7, KEY.hex(), "lone", asdict(LAYOUT), LAYOUT.block_size, 10.0, [rank]))
-        return path
+        state = PoolState(7, KEY.hex(), "lone", asdict(LAYOUT), LAYOUT.block_size, 10.0, [rank])
+        write_state(path, state)
+        if tenant is None:
+            return path
+        write_tenant_states(path, state, [tenant])
+        return tenant_state_file(path.parent, tenant.name)
 
     def connect(self, tcp: bool = False) -> socket.socket:
         sock = socket.socket(socket.AF_INET if tcp else socket.AF_UNIX)
@@ -67,7 +74,7 @@ class Lone:
 
 
 @contextlib.contextmanager
-def lone_rank(directory: Path, slots: int = 16, lease_term_s: float = 10.0):
+def lone_rank(directory: Path, slots: int = 16, lease_term_s: float = 10.0, tenants: Sequence[Tenant] = ()):
     view = memoryview(bytearray(SlotMemory.size(slots, LAYOUT.block_size)))
     tiers = Tiers(
         Store(slots, LAYOUT.block_size, 0, lease_term_s, lease_term_s),
@@ -91,6 +98,9 @@ def lone_rank(directory: Path, slots: int = 16, lease_term_s: float = 10.0):
         lambda: {"rank": 0},
         loop.post,
     )
+    service.gate.tenants = {tenant.name: tenant for tenant in tenants}
+    tiers.store.quotas.set({tenant.name: tenant.quota for tenant in tenants})
+    service.audit_log = AuditLog(directory / "audit.jsonl")
     loop.listen_unix(directory / "lone.sock")
     tcp = loop.listen_tcp("127.0.0.1")
     state = RankState(

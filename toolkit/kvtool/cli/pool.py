@@ -56,6 +56,12 @@ def up(
     file_key: Annotated[
         Path | None, typer.Option("--file-key", help="File of mode 0600: the key that block files are encrypted with.")
     ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="File of mode 0600: the pool's key; else a new one each time.")
+    ] = None,
+    tenants: Annotated[
+        Path | None, typer.Option("--tenants", help="YAML list of tenants: name, key_file and quotas.")
+    ] = None,
     write: Annotated[
         str, typer.Option("--write", help="back: to files when memory is wanted; through: before a put is answered.")
     ] = "back",
@@ -95,6 +101,8 @@ def up(
         file_size=_parsed("--file-size", file_size, parse_size),
         file_dir=file_dir.absolute() if file_dir else None,
         file_key=file_key.absolute() if file_key else None,
+        key_file=key_file.absolute() if key_file else None,
+        tenants=tenants.absolute() if tenants else None,
         write=write,
         evict=evict,
         flush_s=_parsed("--flush", flush, parse_seconds),

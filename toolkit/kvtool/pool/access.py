@@ -111,7 +111,7 @@ class UcxDoor:
             if self._closed:
                 raise PoolUnavailable("this client of the pool is closed")
             if self._inbox is None:
-                self._inbox = Staging(self._size, self._layout.block_size)
+                self._inbox = Staging(self._size, self._layout.block_size, prefault=False)
             return self._inbox
 
     @property
@@ -191,7 +191,8 @@ class Access:
     @staticmethod
     def wants_ucx(state: RankState, path: str) -> bool:
         if path == "auto":
-            mapped = state.host == socket.gethostname() and FilePath("/dev/shm", state.segment).exists()
+            here = bool(state.segment) and state.host == socket.gethostname()
+            mapped = here and FilePath("/dev/shm", state.segment).exists()
             return not mapped and bool(state.ucx_metadata) and nixl.installed()
         return path == "ucx"
 
@@ -213,7 +214,7 @@ class Access:
         try:
             if self.link.ucx:
                 return self._open_ucx(deadline_s, introduced)
-            if self.path is None and self._wanted in ("auto", "shm"):
+            if self.path is None and self._wanted in ("auto", "shm") and self.state.segment:
                 self._open_shm()
             if self.path is None and self._wanted in ("auto", "socket"):
                 self.link.connect(deadline_s)

@@ -51,7 +51,7 @@ class AioOutside(Outside):
 
     def access(self, rank: RankState, key: bytes, door: UcxDoor, on_epoch: Callable[[int], None]) -> Access:
         ucx = Access.wants_ucx(rank, self._path)
-        link = AioLink(rank, key, self._layout, self._name, ucx, on_epoch, self.now_s)
+        link = AioLink(rank, key, self._layout, self._name, ucx, on_epoch, self.now_s, self._tenant)
         return Access(rank, link, self._layout, self._path, door, self.now_s)
 
 

@@ -53,6 +53,10 @@ class PoolConfig:
     """Bytes a second that a rank may spend on copies to others."""
     metrics: bool = True
     """Whether each rank serves /metrics on a loopback port, named in the state file."""
+    key_file: Path | None = None
+    """File of mode 0600 with the pool's key; None: a new key for every start."""
+    tenants: Path | None = None
+    """Who else may use the pool (see `pool.tenants`); wants a `key_file`, from which their pads come."""
     ucx: bool | None = None
     """Whether those who cannot map the segment may read by UCX; None: if NIXL is installed."""
     host: str = "127.0.0.1"
@@ -97,6 +101,11 @@ class PoolConfig:
         for setting in ("lease_term_s", "reserve_term_s", "start_timeout_s", "lost_s"):
             if getattr(self, setting) <= 0:
                 raise SpecRefused(f"pool.{setting}: wanted more than 0 s, found {getattr(self, setting)}")
+        if self.tenants is not None and self.key_file is None:
+            raise SpecRefused(
+                "pool.tenants: wanted pool.key_file beside it, found none: what keeps tenants apart is derived from "
+                "the pool's key, and must outlive the pool as its files do"
+            )
         if self.host not in ("127.0.0.1", "::1", "localhost"):
             raise SpecRefused(f"pool.host: wanted a loopback address, found {self.host}; others are not supported yet")
 
@@ -125,6 +134,7 @@ class RankConfig:
     reserve_term_s: float
     ucx: bool
     host: str
+    tenants: str = ""
     metrics: bool = True
     copies: int = 1
     namespaces: dict[str, int] = field(default_factory=dict)

@@ -5,12 +5,14 @@ Everything that is refused here is refused with a sentence, and before it cost a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtool.errors import ProtocolError
 from kvtool.pool.handshake import Door
 from kvtool.pool.loop import Connection
+from kvtool.pool.tenants import Tenant
 from kvtool.pool.wire import Message, Op
 
 
@@ -19,7 +21,9 @@ class Gate:
 
     def __init__(self, key: bytes, fingerprint: str, layout: str, welcome: Callable[[], dict[str, Any]]) -> None:
         self._key, self._fingerprint, self._layout, self._welcome = key, fingerprint, layout, welcome
+        self.tenants: Mapping[str, Tenant] = {}
         self._inside: dict[int, Connection] = {}
+        self._nobody = secrets.token_bytes(32)  # the key of a tenant that does not exist
 
     def greet(self, connection: Connection) -> None:
         """Say who we are, and the nonce that the peer must prove the key with."""
@@ -57,12 +61,17 @@ class Gate:
         assert door is not None
         hello = door.read(message.body)
         client = self.owner_of(hello)
-        key = self._key
+        key, tenant = self._key, None
         if client is not None:
             assert client.session is not None
             key = client.session.data
+        elif hello.get("tenant"):
+            tenant = self.tenants.get(str(hello["tenant"]))
+            key = self._nobody if tenant is None else tenant.key
         if not door.proves(key):
-            raise ProtocolError("the peer does not know the pool's key; use the state file of the running pool")
+            raise ProtocolError(
+                "the peer does not know the pool's key, or its tenant's; use the state file of the running pool"
+            )
         if hello.get("to", me["identity"]) != me["identity"]:
             raise ProtocolError(f"the peer means to talk to {str(hello['to'])[:200]}, this is {me['identity']}")
         incarnation = me.get("incarnation", 1)
@@ -77,7 +86,7 @@ class Gate:
             return None
         answer, session = door.answer(key, {**me, "you": connection.owner})
         connection.send(Op.HELLO, message.request, answer)
-        connection.door = None
+        connection.door, connection.tenant = None, tenant
         connection.admit(session)
         if client is None:
             self._inside[connection.owner] = connection

@@ -43,6 +43,7 @@ from kvtool.pool.rundir import (
     untouched,
 )
 from kvtool.pool.state import FILE, PoolState, read_state, runs, started_at, write_private
+from kvtool.pool.tenants import read_tenants, tenant_state_file
 from kvtool.pool.wire import Op, unpack_map
 from kvtool.transfer.room import demand, rooms
 from kvtool.transfer.segment import SHM
@@ -132,7 +133,7 @@ def start_pool(config: PoolConfig, run_dir: Path) -> PoolHandle:
 def _launch(mpiexec: str, config: PoolConfig, run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
     if pool_runs(run_dir):
         raise Refused(f"a pool runs in {run_dir} already; stop it with: kvtool pool down --run-dir {run_dir}")
-    sealer_for(config.file_key)  # else every rank would say the same, and later
+    _check_keys(config)
     _stop(run_dir)
     demand(f"{config.ranks} ranks", config.ranks * config.dram_size, rooms(SHM), "pool.dram_size or pool.ranks")
     try:
@@ -193,6 +194,8 @@ def _stop(run_dir: Path, timeout_s: float | None = None) -> bool:
             (run_dir / NOTE).unlink(missing_ok=True)
         for name in (FILE, CONFIG, LAUNCH, WANTED, KEEPER, KEEPER_LOCK):
             (run_dir / name).unlink(missing_ok=True)
+        for path in run_dir.glob(tenant_state_file(run_dir, "*").name):
+            path.unlink(missing_ok=True)
         shutil.rmtree(run_dir / MPI_TMP, ignore_errors=True)
     return bool(found) or launch is not None
 
@@ -252,6 +255,26 @@ def find_mpiexec() -> str:
     return found
 
 
+def pool_key(config: PoolConfig) -> bytes:
+    """
+    Raises:
+        Refused: `key_file` is no key, or others may read it.
+    """
+    if config.key_file is None:
+        return secrets.token_bytes(32)
+    from kvtool.transfer.crypt import read_key
+
+    return read_key(config.key_file, "pool.key_file")
+
+
+def _check_keys(config: PoolConfig) -> None:
+    """Else every rank would say the same, and later."""
+    sealer_for(config.file_key)
+    key = pool_key(config)
+    if config.tenants is not None:
+        read_tenants(config.tenants, key, config.name, config.ranks, config.layout.block_size)
+
+
 def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
     ucx = config.ucx
     if ucx is None:
@@ -262,7 +285,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         file_dir=str(config.file_dir or run_dir),
         prefix=prefix,
         name=config.name,
-        key=secrets.token_hex(32),
+        key=pool_key(config).hex(),
         base=int((time.time() - _BASE_S) * 8) % 2**32,  # later starts have later epochs, whatever died in between
         layout=asdict(config.layout),
         dram_size=config.dram_size,
@@ -276,6 +299,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         reserve_term_s=config.reserve_term_s,
         ucx=ucx,
         host=config.host,
+        tenants=str(config.tenants or ""),
         lost_s=config.lost_s,
         metrics=config.metrics,
         copies=config.copies,

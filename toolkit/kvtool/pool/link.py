@@ -120,12 +120,14 @@ class Link:
         ucx: bool,
         on_epoch: Callable[[int], None],
         now_s: Callable[[], float] = time.monotonic,
+        tenant: str = "",
     ) -> None:
         self.state = state
         self._now_s = now_s
         self.ucx = ucx
+        self._tenant = tenant
         self._key, self._layout, self._name, self._on_epoch = key, layout, name, on_epoch
-        self._local = state.host == socket.gethostname() and Path(state.unix).exists()
+        self._local = state.host == socket.gethostname() and os.access(state.unix, os.R_OK | os.W_OK)
         self._sock: socket.socket | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # of what follows
@@ -394,6 +396,7 @@ class Link:
             "layout": str(self._layout),
             "name": f"{self._name} pid {os.getpid()}",
             "ucx": self.ucx,
+            **({"tenant": self._tenant} if self._tenant else {}),
             "host": socket.gethostname(),
         }
         knock = Knock(self._key, claims, self.state.identity, self.state.incarnation)

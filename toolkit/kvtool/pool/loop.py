@@ -16,11 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtool.errors import ProtocolError
 from kvtool.kv.copying import Why
 from kvtool.pool.handshake import HELLO_MAX_S, HELLO_SIZE_MAX, Door, Seal, Session
 from kvtool.pool.wire import FRAME_MAX, Message, Op, Splitter, Status, frame
+
+if TYPE_CHECKING:
+    from kvtool.pool.tenants import Tenant
 
 log = logging.getLogger("kvtool.pool")
 
@@ -48,6 +52,8 @@ class Connection:
         self.copies_for: tuple[int, Why] | None = None
         """What it puts are copies of this rank's, for this reason."""
         self.door: Door | None = None
+        self.tenant: Tenant | None = None
+        """Whose client it is; None: the pool's own operator's."""
         self.session: Session | None = None
         self.closed = self.draining = False
         self.opened_s = self.heard_s = time.monotonic()
@@ -55,6 +61,21 @@ class Connection:
         self._seal: Seal | None = None
         self._unsent: deque[memoryview] = deque()
         self._unsent_size = 0
+
+    @property
+    def party(self) -> str:
+        """Who it is, for the audit log."""
+        return f"tenant {self.tenant.name}" if self.tenant is not None else self.name
+
+    @property
+    def peer(self) -> str:
+        """Where it comes from, for the audit log."""
+        if self.sock.family == socket.AF_UNIX:
+            return "this host"
+        try:
+            return str(self.sock.getpeername()[0])
+        except OSError:
+            return "gone"
 
     def send(self, op: Op, request: int, body: bytes = b"", status: Status = Status.OK) -> None:
         if self.closed or self.draining:

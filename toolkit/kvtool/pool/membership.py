@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from kvtool.pool.mpiwatch import MpiWatch
 from kvtool.pool.published import Published
 from kvtool.pool.roster import entry_of, identity_of, pack_view, rank_of, ranks_of, unpack_view
 from kvtool.pool.state import PoolState, RankState, runs
+from kvtool.pool.tenants import Tenant
 from kvtool.pool.wire import Message, Op
 
 log = logging.getLogger("kvtool.pool")
@@ -205,6 +206,10 @@ class Membership:
         if wanted.get("leave") is True and "rank" not in wanted:
             self.rules.leave(now_s)
         self._carry_out()
+
+    def publish_for(self, tenants: Sequence[Tenant]) -> None:
+        """Each of them has a state file of its own."""
+        self._file.tenants = tenants
 
     def publish(self) -> None:
         """Write the state file, if that is ours to do. A full disk is no reason to end: it is tried again."""

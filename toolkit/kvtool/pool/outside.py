@@ -34,6 +34,7 @@ class Outside:
         self.where = str(state_file)
         self._file, self._layout, self._path, self._name = state_file, layout, path, name
         self._stamp: tuple[int, int] | None = None
+        self._tenant = ""
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -54,7 +55,7 @@ class Outside:
             return None
         state = read_state(self._file)
         check_layout(self.where, state, self._layout)
-        self._stamp = stamp
+        self._stamp, self._tenant = stamp, state.tenant
         return state
 
     def forget(self) -> None:
@@ -64,7 +65,7 @@ class Outside:
     def access(self, rank: RankState, key: bytes, door: UcxDoor, on_epoch: Callable[[int], None]) -> Access:
         """A way to `rank`, not opened yet. `key` is the pool's; `on_epoch` is told the epoch of each answer."""
         ucx = Access.wants_ucx(rank, self._path)
-        link = Link(rank, key, self._layout, self._name, ucx, on_epoch, self.now_s)
+        link = Link(rank, key, self._layout, self._name, ucx, on_epoch, self.now_s, self._tenant)
         return Access(rank, link, self._layout, self._path, door, self.now_s)
 
 

@@ -7,18 +7,22 @@ whoever finds another's words there takes them in: the file says ever more, as v
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtool.errors import KvtoolError
 from kvtool.kv.view import Entry
 from kvtool.pool.roster import entry_of
 from kvtool.pool.state import PoolState, read_state, write_state
+from kvtool.pool.tenants import Tenant, write_tenant_states
 
 log = logging.getLogger("kvtool.pool")
 
 
 class Published:
-    """The file at `path`."""
+    """The file at `path`, and beside it those of `tenants`."""
+
+    tenants: Sequence[Tenant] = ()
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,6 +52,7 @@ class Published:
     def write(self, state: PoolState) -> None:
         try:
             write_state(self._path, state)
+            write_tenant_states(self._path, state, self.tenants)
             self._stamp = self._look()
         except OSError as error:
             self._stamp = None  # looked at again, found wanting and written again

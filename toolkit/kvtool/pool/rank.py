@@ -24,6 +24,7 @@ from kvtool.kv.copying import CopyLimits
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.replicate import Replicator
 from kvtool.kv.store import Store
+from kvtool.pool.auditlog import AuditLog
 from kvtool.pool.config import RankConfig
 from kvtool.pool.copier import Copier
 from kvtool.pool.directory import Directory, segment_size, slots_under
@@ -40,6 +41,7 @@ from kvtool.pool.scrape import Scrape
 from kvtool.pool.scrub import Scrub
 from kvtool.pool.service import Service
 from kvtool.pool.state import PoolState, RankState, started_at
+from kvtool.pool.tenants import read_tenants
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.wire import Message, Op
 from kvtool.transfer.segment import Segment, unlink_prefix
@@ -130,6 +132,7 @@ class Rank:
             self.tiers, key, self.layout.fingerprint, str(self.layout), self._welcome, self._report, self.loop.post
         )
         self.service.on_peer = self.members.admit
+        self._admit_tenants(key)
         for op, handler in (
             (Op.VIEW, self.members.view), (Op.JOIN, self.members.join), (Op.DRAIN, self.members.drain),
         ):  # fmt: skip
@@ -137,6 +140,16 @@ class Rank:
         self.scrub = Scrub(self.tiers, self._post, self.config.scrub_rate)
         self.service.scrub_with(self.scrub)
         self._copy(state)
+
+    def _admit_tenants(self, key: bytes) -> None:
+        config = self.config
+        self.service.audit_log = AuditLog(Path(config.run_dir) / f"audit-{self.rank}.jsonl")
+        if config.tenants:
+            ranks = len(self.members.state.ranks)
+            tenants = read_tenants(Path(config.tenants), key, config.name, ranks, self.layout.block_size)
+            self.service.gate.tenants = tenants
+            self.members.publish_for(list(tenants.values()))
+            self.tiers.store.quotas.set({tenant.name: tenant.quota for tenant in tenants.values()})
 
     def _copy(self, state: PoolState) -> None:
         """Replication to the other ranks, and away from this one."""

@@ -13,16 +13,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.errors import ProtocolError
+from kvtool.kv.block import BlockKey
 from kvtool.kv.copying import CopyOf, Why
 from kvtool.kv.erasing import Deleting
 from kvtool.kv.record import Commit, Committing, Grant, Granted, Hit, Holding, Reading, Want
 from kvtool.pool import wire
+from kvtool.pool.auditlog import AuditLog
 from kvtool.pool.copier import OWNER, Copier
 from kvtool.pool.data import Lanes
 from kvtool.pool.gate import Gate
 from kvtool.pool.loop import Connection
 from kvtool.pool.scrub import OWNER as SCRUB_OWNER
 from kvtool.pool.scrub import Scrub
+from kvtool.pool.tenants import ALLOWED
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.told import ReadsTold
 from kvtool.pool.wire import Cut, Message, Op
@@ -34,6 +37,7 @@ SETTLE_MAX_S = 60.0
 NAMES_MAX = 4096
 DURABLE_WAIT_S = 1.0
 """How long a commit may wait for the disk; then it is answered as stored, and not as durable."""
+_AUDITED = frozenset({Op.DELETE, Op.VERIFY, Op.DRAIN, Op.JOIN})
 UCX_SETTLE_S = 2.0
 """After a UCX client left, bytes that it sent before may still be in this rank's sockets for so long."""
 
@@ -66,6 +70,11 @@ class _WaitingPut(_Waiting):
     wants: list[Want]
 
 
+def _own(connection: Connection, keys: list[BlockKey]) -> list[BlockKey]:
+    """The keys by which the rules know what this client named."""
+    return keys if connection.tenant is None else connection.tenant.own_all(keys)
+
+
 class Service:
     """`welcome` gives what a client must know of this rank; `report` adds to the answer of STATUS. `post` has a call
     run where the rules live, from any thread; without one there are no data connections."""
@@ -93,6 +102,7 @@ class Service:
         self.copier: Copier | None = None
         self.scrub: Scrub | None = None
         self.reads = ReadsTold()
+        self.audit_log = AuditLog(None)
         self.bytes_in = self.bytes_out = 0
         """Payload that was stored here, and that readers were given leases on."""
         self.touched = 0
@@ -136,8 +146,18 @@ class Service:
             ProtocolError: nonsense; the connection is to be closed.
         """
         if not connection.admitted:
-            self._hello(connection, message)
+            try:
+                self._hello(connection, message)
+            except ProtocolError as error:
+                self.audit_log.write("refused", connection.peer, why=str(error))
+                raise
             return
+        if connection.tenant is not None and message.op not in ALLOWED:
+            connection.refuse(message.request, message.op, f"{message.op.name} is for the pool's operator alone")
+            self.audit_log.write("not allowed", connection.party, op=message.op.name)
+            return
+        if message.op in _AUDITED:
+            self.audit_log.write(message.op.name.lower(), connection.party, bytes=len(message.body))
         handler = self._handlers.get(message.op)
         if handler is None:
             raise ProtocolError(f"{message.op.name} is not for an open connection")
@@ -157,9 +177,12 @@ class Service:
             self.lanes.open(connection.owner, client.owner, connection.loop.detach(connection))
             return
         connection.name = str(hello.get("name", connection.name))[:200]
+        self._names[connection.owner] = connection.name
+        self.audit_log.write("connected", connection.party, owner=connection.owner, peer=connection.peer)
+        if connection.tenant is not None:
+            return
         connection.ucx = bool(hello.get("ucx"))
         connection.host = str(hello.get("host", ""))[:200]
-        self._names[connection.owner] = connection.name
         if connection.ucx:
             self.want_ucx(time.monotonic() + UCX_SETTLE_S)
         peer = hello.get("peer")
@@ -255,6 +278,7 @@ class Service:
         now_s: float,
     ) -> None:
         number, wait_s, keys = wire.unpack_lookup(lookup)
+        keys = _own(connection, keys)
         positions: list[int] | None = None
         if gather:  # those in DRAM first: they should not wait for a file, nor end with a bad one
             there = [position for position, is_there in enumerate(self.store.has(keys)) if is_there]
@@ -276,6 +300,8 @@ class Service:
         late = not reading.done
         hits = self.store.finish_read(reading, now_s)
         self.bytes_out += sum(hit.length for hit in hits)
+        if connection.tenant is not None:
+            self.store.quotas.adopt([hit.entry for hit in hits], connection.tenant.name)
         cut = Cut.LATE if late else Cut.FULL if reading.full else Cut.ABSENT
         term_s, near = self.store.leases.term_s, self._near(connection, hits)
         op = Op.FETCH if read.send is not None else Op.LOOKUP if read.positions is None else Op.GATHER
@@ -313,6 +339,8 @@ class Service:
 
     def _reserve(self, connection: Connection, message: Message, now_s: float) -> None:
         wait_s, wants = wire.unpack_wants(message.body)
+        if connection.tenant is not None:
+            wants = connection.tenant.own_wants(wants)
         answers = self._reserved(connection, wants, now_s)
         self.tiers.carry_out()
         if wait_s > 0 and answers and all(answer.grant is Grant.WAIT for answer in answers):
@@ -328,8 +356,17 @@ class Service:
         return self.store.reserve_copies(connection.owner, wants, now_s, evict)
 
     def _answer_put(self, connection: Connection, request: int, answers: list[Granted]) -> None:
-        why = self.store.why_full() if any(answer.grant is Grant.FULL for answer in answers) else ""
+        why = self._why_full(connection) if any(answer.grant is Grant.FULL for answer in answers) else ""
         connection.send(Op.RESERVE, request, wire.pack_grants(answers, why))
+
+    def _why_full(self, connection: Connection) -> str:
+        account = self.store.quotas.of(connection.tenant.name) if connection.tenant is not None else None
+        if account is None:
+            return self.store.why_full()
+        if account.room(1):
+            return "no slot of this rank could be freed"  # by whom they are held is not for tenants
+        self.audit_log.write("quota", connection.party, why=account.why())
+        return account.why()
 
     def _commit(self, connection: Connection, message: Message, now_s: float) -> None:
         commits = wire.unpack_commits(message.body)
@@ -369,18 +406,19 @@ class Service:
         self._moved(now_s)
 
     def _drop(self, connection: Connection, message: Message, now_s: float) -> None:
-        count = self.store.drop(wire.split_keys(message.body), now_s)
+        count = self.store.drop(_own(connection, wire.split_keys(message.body)), now_s)
         self._moved(now_s)
         connection.send(Op.DROP, message.request, wire.pack_count(count))
 
     def _match(self, connection: Connection, message: Message, now_s: float) -> None:
-        connection.send(Op.MATCH, message.request, wire.pack_count(self.store.match(wire.split_keys(message.body))))
+        keys = _own(connection, wire.split_keys(message.body))
+        connection.send(Op.MATCH, message.request, wire.pack_count(self.store.match(keys)))
 
     def _has(self, connection: Connection, message: Message, now_s: float) -> None:
-        connection.send(Op.HAS, message.request, self.store.has(wire.split_keys(message.body)))
+        connection.send(Op.HAS, message.request, self.store.has(_own(connection, wire.split_keys(message.body))))
 
     def _delete(self, connection: Connection, message: Message, now_s: float) -> None:
-        deleting = self.store.delete(wire.split_keys(message.body), now_s)
+        deleting = self.store.delete(_own(connection, wire.split_keys(message.body)), now_s)
         self.tiers.carry_out()
         waiting = _WaitingCommit(connection, message.request, now_s, now_s + DURABLE_WAIT_S, deleting, Op.DELETE)
         self._commits.append(waiting)
@@ -389,6 +427,7 @@ class Service:
 
     def _corrupt(self, connection: Connection, message: Message, now_s: float) -> None:
         key, slot, generation = wire.unpack_corrupt(message.body)
+        (key,) = _own(connection, [key])
         if slot < self.store.dram.count and self.store.corrupt(key, slot, generation, now_s):
             log.warning("corrupt block quarantined key=%s slot=%d reader=%r", key.hex()[:16], slot, connection.name)
         self._moved(now_s)
@@ -465,6 +504,7 @@ class Service:
             "unlisted": 0 if self.tiers.directory is None else self.tiers.directory.unlisted,
             "scrub": {} if self.scrub is None else self.scrub.report(),
             **({} if self.copier is None else {"copying": self.copier.status()}),
+            "tenants": store.quotas.usage(),
             "lanes": len(self.lanes),
             "transfers": {**self.lanes.counts, "bytes": dict(self.lanes.bytes)},
             **self._report(),

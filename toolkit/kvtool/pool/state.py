@@ -71,6 +71,8 @@ class PoolState:
     """How many ranks hold each block at most, and may be asked for it."""
     namespaces: dict[str, int] = field(default_factory=dict)
     """How many hold the blocks of a client that names its namespace; the others have the pool's own number."""
+    tenant: str = ""
+    """Whose state file this is, and whose the key; empty: the operator's."""
 
     def placement(self) -> Placement:
         """Who owns which key: the ranks that serve, by their weights now and before they began to come or leave."""

@@ -70,9 +70,10 @@ class Staged(Sequence[memoryview]):
 
 
 class Staging:
-    """`size` bytes in slots of `slot_size` (rounded up to a page). Thread-safe."""
+    """`size` bytes in slots of `slot_size` (rounded up to a page). Thread-safe. `prefault` False: they become memory as
+    they are used, for those who register nothing."""
 
-    def __init__(self, size: int, slot_size: int) -> None:
+    def __init__(self, size: int, slot_size: int, prefault: bool = True) -> None:
         """
         Raises:
             ValueError: no slot fits.
@@ -88,7 +89,8 @@ class Staging:
         except OSError:
             pass  # an old kernel
         array = np.frombuffer(self.slab, np.uint8)
-        array[:: mmap.PAGESIZE] = 0  # fault it all in now
+        if prefault:
+            array[:: mmap.PAGESIZE] = 0  # fault it all in now
         self.address = int(array.ctypes.data)
         self._view = memoryview(self.slab)
         self._free = list(range(self.slots))[::-1]  # the lowest, and the warmest, are handed out first
