@@ -12,7 +12,7 @@ import pytest
 from blocks import KEYS, LAYOUT, payload, puts
 from lone import KEY, lone_rank
 from test_by_socket import Raw
-from watching import until
+from watching import CONFIG, until
 
 from kvtool.errors import Refused, SpecRefused
 from kvtool.kv.quota import Quota
@@ -24,6 +24,7 @@ from kvtool.pool.base import Path as By
 from kvtool.pool.client import PoolClient
 from kvtool.pool.config import PoolConfig
 from kvtool.pool.handshake import Knock, shake
+from kvtool.pool.launch import pool_status, start_pool
 from kvtool.pool.state import read_state
 from kvtool.pool.tenants import ALLOWED, CLEAR, Tenant, pad_of, read_tenants, tenant_state_file
 from kvtool.pool.wire import Op, Status
@@ -274,3 +275,30 @@ def test_keys_that_others_can_read_are_refused_and_so_are_tenants_without_a_last
     with pytest.raises(SpecRefused, match=r"wanted pool\.key_file beside it"):
         PoolConfig(LAYOUT, tenants=tmp_path / "tenants.yaml")
     assert tenant_state_file(tmp_path, "a").name == "tenant-a.json"
+
+
+@pytest.mark.real
+def test_a_real_pool_serves_its_tenants_apart_and_its_files_know_them_after_a_restart(tmp_path):
+    path = files(tmp_path, "- {name: a, key_file: a.key, quota_dram: 1MiB}\n- {name: b, key_file: b.key}\n")
+    (tmp_path / "pool.key").write_text(KEY.hex())
+    (tmp_path / "pool.key").chmod(0o600)
+    run_dir = tmp_path / "run"
+    config = replace(CONFIG, key_file=tmp_path / "pool.key", tenants=path, heal=False)
+    for turn in range(2):
+        handle = start_pool(config, run_dir)
+        clients = [PoolClient(file, LAYOUT) for file in (handle.state_file, *sorted(run_dir.glob("tenant-*.json")))]
+        assert len(clients) == 3
+        if turn == 0:
+            for position, client in enumerate(clients):
+                assert {r.outcome for r in client.write(puts(KEYS[10 * position :][:8]), 20)} == {Outcome.STORED}
+        for position, client in enumerate(clients):
+            found = [client.match(KEYS[10 * other :][:8], 20) for other in range(3)]
+            assert found == [8 if other == position else 0 for other in range(3)], f"start {turn}"
+            with client.read(KEYS[10 * position :][:8], 20) as read:
+                assert [bytes(block.data) for block in read.blocks] == [payload(k) for k in KEYS[10 * position :][:8]]
+        usage = [rank.answer["tenants"] for rank in pool_status(run_dir).ranks]
+        assert sum(rank["a"]["dram"] for rank in usage) == sum(rank["b"]["dram"] for rank in usage) == 8
+        for client in clients:
+            client.close()
+        handle.stop()
+    assert "tenant a" in (run_dir / "audit-0.jsonl").read_text() and not list(run_dir.glob("tenant-*"))
