@@ -154,6 +154,12 @@ def test_a_rank_that_was_declared_dead_goes_on_as_the_next_incarnation():
     assert entry(1, 3) in [one for action in of(SendView, members.take_actions()) for one in action.entries]
 
 
+def test_a_rank_that_was_declared_dead_before_it_began_goes_on_all_the_same():
+    members = Members("p/1", [entry(0), entry(1, 4, Status.DEAD)], 0, 0.0)
+    members.tick(1.0)
+    assert standing(members, 1) == (5, Status.LIVE, 0)
+
+
 @pytest.mark.parametrize("later", [entry(1, 2, Status.JOINING), entry(1, record=b"other")])
 def test_a_rank_whose_place_is_taken_retires(later):
     members = three(1)

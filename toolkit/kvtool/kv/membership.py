@@ -79,7 +79,7 @@ class Members:
         self._changed_s = -1e9
         self._began_s = self._rejoined_s = self.now_s
         self._pinged_s = -1e9
-        self._wronged = self._retired = False
+        self._wronged, self._retired = not self._mine.standing.serves, False
         self._meet(self.now_s)
 
     @property
@@ -281,7 +281,8 @@ class Members:
     def _rejoin(self, now_s: float) -> None:
         self._wronged, self._rejoined_s = False, now_s
         was = self._mine.standing
-        again = Standing(self.view[self.identity].standing.incarnation + 1, was.status, was.step)
+        status = was.status if was.serves else Status.LIVE
+        again = Standing(self.view[self.identity].standing.incarnation + 1, status, was.step if was.serves else 0)
         self._become(again, "was declared dead and lives: goes on under the next incarnation", now_s)
 
     def _stand(self, status: Status, how: str, now_s: float) -> None:

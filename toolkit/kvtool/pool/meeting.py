@@ -89,22 +89,26 @@ class Joining:
             if time.monotonic() >= until_s:
                 raise Refused(f"the pool does not admit {self._identity}, incarnation {self.incarnation}: {refusal}")
             time.sleep(_POLL_S)
+            self._view.merge(self._read_file())  # others may have come back meanwhile, at other addresses
         if entry not in self._view.entries:  # nobody there who could hold its keys meanwhile
             entry = entry_of(replace(mine, status="live"))
         self._view.merge([entry])
+        if self._view[self._identity].record != entry.record:
+            raise Refused(f"another process serves as {self._identity} by now")
         return ranks_of(self._view.entries)
 
     def _join(self, mine: Entry) -> str:
-        """Why those who answered refused; "" when one admitted it, whose view has it now, or none answered."""
+        """Why those who answered refused; "" when one admitted it, whose view has it now, or none answered. Who answers
+        and is not understood, such as a rank of another version, is no reason to begin a pool beside his."""
         refusal = ""
         for other in self._others():
             try:
                 self._view.merge(self._ask(other, Op.JOIN, pack_view([mine])))
                 return ""
-            except Refused as error:
-                refusal = str(error)
-            except KvtoolError as error:
+            except Unavailable as error:
                 log.info("not admitted by rank=%d why=%r", other.rank, str(error))
+            except KvtoolError as error:
+                refusal = str(error)
         return refusal
 
     def _others(self) -> Sequence[RankState]:

@@ -337,7 +337,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="rank configuration, as written by kvtool pool up")
     parser.add_argument("--join", type=int, metavar="RANK", help="join the running pool as this rank, without MPI")
     given = parser.parse_args(arguments)
-    config = RankConfig(**json.loads(given.config.read_text()))
+    try:
+        config = RankConfig(**json.loads(given.config.read_text()))
+    except (TypeError, ValueError) as error:
+        print(
+            f"rank {given.join}: {given.config} is not what this kvtool writes ({error}); was it upgraded? "
+            "Restart the pool: kvtool pool down, kvtool pool up",
+            file=sys.stderr,
+        )
+        return 2
     _log_to(config)
     number = given.join
     try:
