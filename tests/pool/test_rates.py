@@ -20,18 +20,18 @@ NOW = {
 def test_rates_are_between_the_looks():
     line = rates(BEFORE, NOW, 2.0)
     assert (line.dram_share, line.in_bytes_s, line.out_bytes_s, line.evictions_s) == (0.8, 1000.0, 0.0, 3.0)
-    assert (line.hit_ratio, line.cpu_share, line.owed, line.file_share) == (0.75, 0.25, 6, None)
+    assert (line.cpu_share, line.owed, line.file_share) == (0.25, 6, None)
 
 
 @pytest.mark.parametrize("before", [None, {**BEFORE, "pid": 6, "bytes_in": 10**9}])
-def test_a_rank_that_is_new_has_no_rates_yet_and_its_own_hit_ratio(before):
+def test_a_rank_that_is_new_has_no_rates_yet(before):
     line = rates(before, NOW, 2.0)
-    assert (line.in_bytes_s, line.evictions_s) == (None, None) and line.hit_ratio == 20 / 30
+    assert (line.in_bytes_s, line.evictions_s) == (None, None) and line.dram_share == 0.8
 
 
 def test_an_older_rank_says_less_and_nothing_fails():
     line = rates(None, {"rank": 0, "slots": 4, "slots_used": 1, "leases": 0}, 1.0)
-    assert (line.dram_share, line.hit_ratio, line.held_share, line.owed, line.policy) == (0.25, None, None, None, "")
+    assert (line.dram_share, line.held_share, line.owed, line.policy) == (0.25, None, None, "")
 
 
 def test_a_pools_hit_ratio_weighs_ranks_by_what_they_were_asked():

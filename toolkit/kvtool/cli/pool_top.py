@@ -110,7 +110,7 @@ class _Looks:
 
 
 COLUMNS = (
-    "rank", "state", "clients", "DRAM", "files", "held", "hits", "in/s", "out/s", "evicted/s", "leases", "owed", "CPU",
+    "rank", "state", "clients", "DRAM", "files", "held", "in/s", "out/s", "evicted/s", "leases", "owed", "CPU",
     "policy",
 )  # fmt: skip
 
@@ -118,9 +118,9 @@ COLUMNS = (
 def _table(title: str, lines: list[RankRates], found: PoolStatus) -> Table:
     rows = [_row(line) for line in lines]
     silent = [rank for rank in found.ranks if rank.answer is None]
-    rows += [[str(rank.rank), "does not answer" if rank.runs else "dead", *["-"] * 12] for rank in silent]
+    rows += [[str(rank.rank), "does not answer" if rank.runs else "dead", *["-"] * 11] for rank in silent]
     rows.sort(key=lambda row: int(row[0]))
-    return console.table(title, COLUMNS, rows, right=range(2, 13))
+    return console.table(title, COLUMNS, rows, right=range(2, 12))
 
 
 def _row(line: RankRates) -> list[str]:
@@ -135,6 +135,6 @@ def _row(line: RankRates) -> list[str]:
 
     return [
         str(line.rank), line.state, number(line.clients), share(line.dram_share), share(line.file_share),
-        share(line.held_share), share(line.hit_ratio), size(line.in_bytes_s), size(line.out_bytes_s),
+        share(line.held_share), size(line.in_bytes_s), size(line.out_bytes_s),
         number(line.evictions_s), number(line.leases), number(line.owed), share(line.cpu_share), line.policy or "-",
     ]  # fmt: skip

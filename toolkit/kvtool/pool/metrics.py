@@ -51,7 +51,7 @@ def _one(*path: str) -> Callable[[Status], Iterable[Sample]]:
     return read
 
 
-def _each(*path: str, split: str = "") -> Callable[[Status], Iterable[Sample]]:
+def _each(*path: str, split: str = "", without: tuple[str, ...] = ()) -> Callable[[Status], Iterable[Sample]]:
     """Each number of the map at that place, under its name; `split`: names are several labels, put together so."""
 
     def read(status: Status) -> Iterable[Sample]:
@@ -61,7 +61,7 @@ def _each(*path: str, split: str = "") -> Callable[[Status], Iterable[Sample]]:
         if not isinstance(found, Mapping):
             return
         for name, value in sorted(found.items()):
-            if isinstance(value, (bool, int, float)):
+            if isinstance(value, (bool, int, float)) and name not in without:
                 yield tuple(name.split(split)) if split else (name,), float(value)
 
     return read
@@ -112,20 +112,19 @@ METRICS = (
            "pinned. Above 0.8 something is wrong.", _one("held_share")),
     Metric("waiting_reads", "gauge", "Lookups that wait for files.", _one("waiting_reads")),
     Metric("waiting_puts", "gauge", "Puts that wait for room.", _one("waiting_puts")),
-    Metric("asked_tokens_total", "counter", "Tokens of the blocks that readers asked the pool for: the denominator.",
+    Metric("asked_tokens_total", "counter", "Tokens of the blocks that readers asked the pool for. A reader tells any "
+           "one rank, so add up all of them: the hit ratio is sum(hit_tokens_total) / sum(asked_tokens_total).",
            _tokens("reads", "asked")),
     Metric("hit_tokens_total", "counter", "Of those, served: by tier, and by the way they came.",
            _tokens("reads", "hits", split="/"), ("tier", "path")),
     Metric("missed_tokens_total", "counter", "Of those, not served, by reason.", _tokens("reads", "misses"),
            ("reason",)),
-    Metric("hit_ratio", "gauge", "hit_tokens_total over asked_tokens_total, since the rank started. For a pool add up "
-           "the counters of its ranks first.", _one("reads", "hit_ratio")),
     Metric("read_bytes_total", "counter", "Payload that readers got, as they told this rank.",
            _each("reads", "bytes", split="/"), ("tier", "path")),
     Metric("put_bytes_total", "counter", "Payload that was stored in this rank, copies of other ranks included.",
            _one("bytes_in")),
     Metric("lent_bytes_total", "counter", "Payload of this rank's blocks that readers were given.", _one("bytes_out")),
-    Metric("block_events_total", "counter", "What happened to blocks: see `StoreCounts`.", _each("counts"), ("event",)),
+    Metric("block_events_total", "counter", "What happened to blocks; see below.", _each("counts"), ("event",)),
     Metric("tier_bytes_total", "counter", "Payload moved between the tiers.", _each("bytes_moved"), ("direction",)),
     Metric("touches_total", "counter", "Blocks that readers found in shared memory, without a message.",
            _one("touched")),
@@ -135,8 +134,12 @@ METRICS = (
     Metric("transfers_total", "counter", "Payload over data connections, by what came of it.", _each("transfers"),
            ("event",)),
     Metric("transfer_bytes_total", "counter", "The same in bytes.", _each("transfers", "bytes"), ("direction",)),
-    Metric("copies_total", "counter", "Copies to other ranks, by what came of them; see `CopyCounts`.",
-           _each("copying", "counts"), ("outcome",)),
+    Metric("copies_total", "counter", "Copies to other ranks, by what came of them; see below.",
+           _each("copying", "counts", without=("bytes", "scans")), ("outcome",)),
+    Metric("copied_bytes_total", "counter", "Payload that was stored in other ranks so.",
+           _one("copying", "counts", "bytes")),
+    Metric("copy_scans_total", "counter", "Looks through all blocks for those that lack copies.",
+           _one("copying", "counts", "scans")),
     Metric("copies_owed", "gauge", "Blocks that wait to be copied to another rank.", _one("copying", "owed")),
     Metric("copies_flying", "gauge", "Blocks on their way to another rank.", _one("copying", "flying")),
     Metric("blocks_homeless", "gauge", "Blocks that another rank had no room for, or did not take.",

@@ -287,7 +287,9 @@ class Rank:
             "status": self.members.mine.status,
             "weight": self.members.mine.weight,
             "pid": os.getpid(),
-            "clients": sum(c.admitted and c.peer_rank is None for c in self.loop.connections.values()),
+            "clients": sum(
+                c.admitted and c.peer_rank is None and c.copies_for is None for c in self.loop.connections.values()
+            ),
             "dead": [rank.rank for rank in self.members.state.ranks if not rank.alive],
             "hung": self.members.hung(now_s),
             "linked": self.members.linked,

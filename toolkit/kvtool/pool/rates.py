@@ -26,7 +26,6 @@ class RankRates:
     dram_share: float
     file_share: float | None
     held_share: float | None
-    hit_ratio: float | None
     in_bytes_s: float | None
     out_bytes_s: float | None
     evictions_s: float | None
@@ -45,7 +44,6 @@ def rates(before: Status | None, now: Status, seconds: float) -> RankRates:
         was, is_ = _at(before, *path), _at(now, *path)
         return None if was is None or is_ is None or seconds <= 0 else max(0.0, is_ - was) / seconds
 
-    reads = [_since(before, now, "reads", name) for name in ("hits", "asked")]
     cpu = rate("cpu_s")
     return RankRates(
         rank=int(now["rank"]),
@@ -54,7 +52,6 @@ def rates(before: Status | None, now: Status, seconds: float) -> RankRates:
         dram_share=now["slots_used"] / now["slots"],
         file_share=now["file_slots_used"] / now["file_slots"] if now.get("file_slots") else None,
         held_share=now.get("held_share"),
-        hit_ratio=reads[0] / reads[1] if reads[0] is not None and reads[1] else None,
         in_bytes_s=rate("bytes_in"),
         out_bytes_s=rate("bytes_out"),
         evictions_s=rate("counts", "evicted"),

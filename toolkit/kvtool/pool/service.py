@@ -484,7 +484,7 @@ class Service:
         """What this rank says of itself."""
         store = self.store
         return {
-            "reads": {**asdict(self.reads), "hit_ratio": self.reads.hit_ratio},
+            "reads": asdict(self.reads),
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "held_share": store.held_share,

@@ -56,11 +56,6 @@ class ReadsTold:
                 known = name if mine is not self.misses or name in REASONS else OTHER
                 mine[known] = mine.get(known, 0) + count
 
-    @property
-    def hit_ratio(self) -> float | None:
-        """None before anything was asked for."""
-        return sum(self.hits.values()) / self.asked if self.asked else None
-
 
 def _counts(found: Any) -> dict[str, int]:
     if not isinstance(found, dict) or len(found) > 64:
