@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from kvtool.cli.bench_serve import TARGETS
 from kvtool.cli.lazy import LazyGroup, load
 from kvtool.cli.main import app
 from kvtool.config.spec import Spec
-from kvtool.kv.copying import CopyCounts
-from kvtool.kv.record import StoreCounts
 from kvtool.pool.metrics import METRICS
 
 RESULTS_BEGIN = "<!-- results: made by scripts/docs from tests/bench/serve.json -->"
@@ -112,12 +109,7 @@ def _metrics() -> str:
         "## Metrics of a pool\n\nEach rank serves them at `/metrics` on a loopback port that the pool's state file "
         "names;\n`kvtool pool metrics` prints those of all ranks.\n\n"
         f"| name | kind | labels | |\n|---|---|---|---|\n{rows}\n"
-        f"Events of blocks: {_names(StoreCounts)}.\n\nOutcomes of copies: {_names(CopyCounts, 'bytes', 'scans')}.\n\n"
     )
-
-
-def _names(counts: type[Any], *without: str) -> str:
-    return ", ".join(f"`{field.name}`" for field in fields(counts) if field.name not in without)
 
 
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
