@@ -158,6 +158,19 @@ def test_a_copy_in_flight_is_in_the_audit_and_holds_its_source(nodes):
     assert not nodes[0].copier.audit(0.4) and not nodes[0].store.audit(0.4)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_that_its_copy_finds_damaged_is_never_served_again_unless_the_copy_was_too_late_to_know(nodes, late):
+    node, key = nodes[0], owned(nodes, 1)[0]
+    node.put(key, 0.0, Retention(copies=2))
+    node.copier.tick(0.0, busy=False)
+    ((_, _, _, done),) = node.wire.jobs
+    done([Outcome.DAMAGED])
+    node.events.pop(0)(20.0 if late else 0.1)
+    assert (key in node.store.resident()) is late
+    assert node.store.counts.corrupt == (not late) and node.copier.status()["counts"]["damaged"] == 1
+    assert node.copier.rules.quiet
+
+
 def test_what_is_read_often_from_another_host_is_copied_there_for_a_while_and_hinted_at(nodes):
     node = nodes[0]
     key = next(key for key in owned(nodes, 40) if len(node.copier.rules._placement.owners_of(key, 1)) == 1)

@@ -48,9 +48,11 @@ class Outcome(IntEnum):
     """The other rank held it already."""
     NO_ROOM = 2
     GONE = 3
-    """It was evicted here before it was copied, or found corrupt."""
+    """It was evicted here before it was copied."""
     RETRY = 4
     """The other rank did not answer, or another writer is at it."""
+    DAMAGED = 5
+    """Its bytes here are not its own any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class CopyCounts:
     """Offered, and found to be there already."""
     no_room: int = 0
     gone: int = 0
+    damaged: int = 0
     retried: int = 0
     gave_up: int = 0
     bytes: int = 0

@@ -207,5 +207,6 @@ class Outbox:
         counts.there += outcome is Outcome.THERE
         counts.no_room += outcome is Outcome.NO_ROOM
         counts.gone += outcome is Outcome.GONE
+        counts.damaged += outcome is Outcome.DAMAGED
         counts.retried += outcome is Outcome.RETRY
         counts.bytes += block.length if outcome is Outcome.STORED else 0

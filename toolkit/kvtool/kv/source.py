@@ -31,6 +31,7 @@ class Source:
     slot: int
     file_slot: int
     record: int
+    generation: int = 0
 
 
 class Sources(Filing):
@@ -68,9 +69,8 @@ class Sources(Filing):
                 lease = lease or self.leases.grant(read, now_s)
                 self.leases.cover(lease, slot)
             kept = _left(entry, now_s)
-            found.append(
-                Source(key, entry.length, entry.checksum, entry.parent, kept, slot, entry.file_slot, entry.record)
-            )
+            where = slot, entry.file_slot, entry.record, entry.generation
+            found.append(Source(key, entry.length, entry.checksum, entry.parent, kept, *where))
         return found
 
 

@@ -6,6 +6,7 @@ back what came of them. All of it on the rank's loop; only the mover is elsewher
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +23,8 @@ from kvtool.pool.mover import Mover
 from kvtool.pool.state import PoolState, RankState
 from kvtool.pool.tiers import Event, Tiers
 from kvtool.pool.wire import Message
+
+log = logging.getLogger("kvtool.pool")
 
 OWNER = 0
 """Of the leases under which blocks are copied; clients count from 1."""
@@ -125,18 +128,29 @@ class Copier:
 
         def done(outcomes: list[Outcome]) -> None:
             def event(now_s: float) -> list[Any]:
-                self._ended(copy, outcomes, now_s)
+                self._ended(copy, outcomes, now_s, sources)
                 return []
 
             self._post(event)
 
         self.mover.submit(copy, sources, self._state, to, done)
 
-    def _ended(self, copy: Copy, outcomes: Sequence[Outcome], now_s: float) -> None:
+    def _ended(
+        self, copy: Copy, outcomes: Sequence[Outcome], now_s: float, sources: Sequence[Source | None] = ()
+    ) -> None:
         read = (OWNER, copy.number)
-        if self._store.leases.has(read):  # it lapses by the clock if the mover was too slow
-            self._store.release(read, now_s)
+        held = self._store.leases.has(read) and self._store.release(read, now_s)
+        for source, outcome in zip(sources, outcomes, strict=False):
+            if outcome is Outcome.DAMAGED and source is not None:
+                self._damaged(source, held, now_s)
         self.rules.ended(copy, outcomes, now_s)
         if copy.why is Why.NEAR:
             for block, outcome in zip(copy.blocks, outcomes, strict=True):
                 self.hot.copied(block.key, copy.to, outcome in (Outcome.STORED, Outcome.THERE), now_s)
+
+    def _damaged(self, source: Source, held: bool, now_s: float) -> None:
+        """The mover found bytes that are not the block's. `held`: its lease lasted, so nobody had written over them."""
+        if source.slot < 0:
+            self._store.file_damaged(source.key, source.file_slot, source.record, now_s)
+        elif held and self._store.corrupt(source.key, source.slot, source.generation, now_s):
+            log.warning("corrupt block found by its copy key=%s slot=%d", source.key.hex()[:16], source.slot)

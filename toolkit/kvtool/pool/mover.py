@@ -228,7 +228,7 @@ class Mover:
         try:
             results = self._write(way, copy.why, puts)
         except _Spoiled as spoiled:
-            outcomes[spoiled.at] = Outcome.GONE
+            outcomes[spoiled.at] = Outcome.DAMAGED
             return
         for at, result in zip(positions, results, strict=True):
             outcomes[at] = _OUTCOMES[result.outcome]
@@ -261,7 +261,7 @@ class Mover:
             try:
                 future.result(max(0.0, until_s - time.monotonic()))
             except BlockCorrupt:
-                outcomes[at] = Outcome.GONE
+                outcomes[at] = Outcome.DAMAGED
                 del views[at]
             except (KvtoolError, NotInTime):
                 del views[at]
