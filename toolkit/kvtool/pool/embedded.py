@@ -44,6 +44,7 @@ from kvtool.pool.base import (
 from kvtool.pool.buffers import Room, rooms_of
 from kvtool.pool.filetier import WRITE, Flush, close_file
 from kvtool.pool.filling import BATCH, fill_room, outcome_of, refusal
+from kvtool.pool.halves import in_halves
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.reading import Counting, Held, Placed, PoolRead
 from kvtool.pool.tiers import Event, Tiers
@@ -122,6 +123,17 @@ class EmbeddedPool(Verbs):
             self._temporary.unlink(missing_ok=True)
             raise
 
+    def _copy(
+        self, positions: Sequence[int], hits: Sequence[Hit], rooms: Sequence[Room], got: list[Got | None]
+    ) -> None:
+        """Each hit into the room of its position, by two threads where that pays."""
+
+        def some(items: Sequence[tuple[int, Hit]]) -> None:
+            for position, hit in items:
+                got[position] = self._copied(hit, rooms[position])
+
+        in_halves(list(zip(positions, hits, strict=False)), sum(hit.length for hit in hits), some)
+
     def match(self, keys: Sequence[BlockKey], budget_s: float = 0.5) -> int:
         with self._changed:
             if self._closed:
@@ -160,12 +172,14 @@ class EmbeddedPool(Verbs):
             left = self._there(keys)
         while left:
             hits, held, reason = self._lease([keys[position] for position in left], until_s, cancel)
-            whole = 0
-            for position, hit in zip(left, hits, strict=False):
-                got[position] = one = self._copied(hit, rooms[position])
-                whole += one.hit
-                if leading and not one.hit:
-                    break
+            self._copy(left, hits, rooms, got)
+            tried = (got[position] for position in left[: len(hits)])
+            copied = [one is not None and one.hit for one in tried]
+            whole = sum(copied)
+            if leading and whole < len(hits):
+                whole = copied.index(False)
+                for position in left[whole + 1 :]:  # nothing behind a miss counts
+                    got[position] = None
             held.release()
             behind = left[len(hits) :]
             if (whole < len(hits) and leading) or not (whole and reason == "full"):
