@@ -50,6 +50,7 @@ class Server(BaseServer):
         state = json.loads((self.pool_dir / "pool.json").read_text())
         self.shm_prefix = state["prefix"]
         self.rank_pids = [rank["pid"] for rank in state["ranks"]]
+        self.procs = [Rank(pid) for pid in self.rank_pids]
 
     def client_cfg(self):
         here = Path(__file__).resolve().parents[2]
@@ -85,6 +86,16 @@ class Server(BaseServer):
     def stop(self, sig=15, grace=8):
         command = [*kvtool(self.cfg), "pool", "down", "--run-dir", str(self.pool_dir)]
         subprocess.run(command, env=environment(), capture_output=True, timeout=60)
+
+
+class Rank:
+    """What kvbench wants to know of a process that is not its child."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def poll(self):
+        return None if runs(self.pid) else -1
 
 
 def kvtool(cfg):

@@ -1,4 +1,4 @@
-"""Run kvbench with kvtool among its peers: `scripts/bench-peers KVBENCH [driver|faults|ceilings|tables] ARGUMENTS...`
+"""Run kvbench with kvtool among its peers: `scripts/bench-peers KVBENCH [driver|faults|ceilings|table] ARGUMENTS...`
 
 KVBENCH is a folder with kvbench in it, which stays as it is: a copy of it gets our adapter, and its table of peers our
 lines. KVBENCH_VENVS says where the other peers' environments are; kvtool's client and pool run in this one.
@@ -44,7 +44,7 @@ def main() -> int:
             (copy / "venvs" / venv.name).symlink_to(venv)
         (copy / "venvs" / "kvtool").symlink_to(sys.prefix)
         environment = {**os.environ, "KVBENCH_VENVS": str(copy / "venvs"), "KVTOOL_PATH": str(ROOT / "toolkit")}
-        module = [str(copy / "tables.py")] if what == "tables" else ["-m", f"kvbench.{what}"]
+        module = [str(HERE / "table.py")] if what == "table" else ["-m", f"kvbench.{what}"]
         environment["PYTHONPATH"] = str(copy)
         return subprocess.run([sys.executable, *module, *arguments], env=environment).returncode
 
