@@ -68,7 +68,7 @@ class Server(BaseServer):
                 words = (process / "cmdline").read_bytes()
             except OSError:
                 continue
-            if str(self.pool_dir).encode() in words and int(process.name) != os.getpid():
+            if str(self.pool_dir).encode() in words and b"kvtool.pool." in words:  # and not a client of it
                 found.append(int(process.name))
         return sorted(set(found))
 
