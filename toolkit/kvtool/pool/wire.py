@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import msgpack
 
@@ -219,10 +219,10 @@ def _records(what: str, record: struct.Struct, count: int, body: Body, at: int) 
 
 
 def _one_of(kind: type[_Kind], value: int) -> _Kind:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ProtocolError(f"the peer sent {value} where a {kind.__name__} was expected") from None
+    member = kind._value2member_map_.get(value)  # several times quicker than calling `kind`
+    if member is None:
+        raise ProtocolError(f"the peer sent {value} where a {kind.__name__} was expected")
+    return cast(_Kind, member)
 
 
 def _seconds(value: float) -> float:
