@@ -112,6 +112,11 @@ class Replicator:
         return self.outbox.empty and self._rest is None
 
     @property
+    def idle(self) -> bool:
+        """Nothing is to be done before the next event, not even later. Asked after every message of every client."""
+        return self._rest is None and not self._look_at_s and self.outbox.empty
+
+    @property
     def leaving(self) -> bool:
         """This rank owns nothing, so that all of its blocks belong elsewhere."""
         return bool(self._placement.members) and all(member.rank != self.rank for member in self._placement.members)

@@ -45,6 +45,7 @@ class Copier:
         self._tiers, self._store, self._post, self._sender = tiers, tiers.store, post, sender
         self._state: PoolState | None = None
         self._ranks: dict[int, RankState] = {}
+        self._host = ""
         self.hot = HotBlocks()
         tiers.arrivals = []
 
@@ -52,6 +53,8 @@ class Copier:
         """The pool as it is now."""
         self._state = state
         self._ranks = {rank.rank: rank for rank in state.ranks if rank.alive}
+        mine = self._ranks.get(self.rules.rank)
+        self._host = "" if mine is None else mine.host
         placement = state.placement()
         self.hot.view(state.epoch, placement.members, {rank.rank: rank.host for rank in self._ranks.values()})
         self.rules.view(placement, {rank.rank: rank.incarnation for rank in self._ranks.values()}, now_s)
@@ -62,6 +65,8 @@ class Copier:
         if arrivals:
             self._tiers.arrivals = []
             self._entered(arrivals, now_s)
+        elif self.rules.idle:
+            return None
         for copy in self.rules.pump(now_s, busy):
             self._begin(copy, now_s)
         return self.rules.next_due_s(now_s, busy)
@@ -70,11 +75,14 @@ class Copier:
         """What a connection puts from here on are copies of another rank's."""
         connection.copies_for = wire.unpack_copying(message.body)
 
+    def elsewhere(self, host: str) -> bool:
+        """Whether that is another host than this rank's."""
+        return host not in ("", self._host)
+
     def read(self, host: str, blocks: Sequence[CopyOf], now_s: float) -> list[Near]:
         """Somebody on `host` was given `blocks`: which of them are nearer to him, by position. Those that he and
         others there read often are copied there."""
-        mine = self._ranks.get(self.rules.rank)
-        if mine is None or not host or host == mine.host:
+        if not self.elsewhere(host):
             return []
         keys, lengths = [block.key for block in blocks], {block.key: block.length for block in blocks}
         for key, rank in self.hot.read(host, keys, now_s):

@@ -315,7 +315,7 @@ class Service:
 
     def _near(self, connection: Connection, hits: list[Hit]) -> bytes:
         """What the reader is told of copies on his own host."""
-        if self.copier is None or not connection.host:
+        if self.copier is None or not self.copier.elsewhere(connection.host):
             return b""
         blocks = [CopyOf(hit.key, hit.length) for hit in hits]
         return wire.pack_near(self.copier.read(connection.host, blocks, time.monotonic()))
@@ -474,8 +474,9 @@ class Service:
     def busy(self) -> bool:
         """Clients wait here for room or files. Copies of other ranks do not count: two that wait for each other would
         never go on."""
-        puts = any(waiting.connection.copies_for is None for waiting in self._puts)
-        return bool(self._reads) or puts
+        if self._reads or not self._puts:
+            return bool(self._reads)
+        return any(waiting.connection.copies_for is None for waiting in self._puts)
 
     def _status(self, connection: Connection, message: Message, now_s: float) -> None:
         connection.send(Op.STATUS, message.request, wire.pack_map(self.status()))
