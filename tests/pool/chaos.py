@@ -27,7 +27,7 @@ from random import Random
 
 from blocks import KEYS, LAYOUT, room_for
 from loaded import Load
-from watching import held, until
+from watching import held, left_in, until
 
 from kvtool.errors import KvtoolError
 from kvtool.pool.config import PoolConfig
@@ -290,8 +290,7 @@ def wreak(seed: int, seconds: float, directory: Path) -> dict[str, object]:
             stop_pool(run_dir, purge=True)
         assert not rank_processes(run_dir) and not keeper_processes(run_dir), "processes are left"
         assert not list(SHM.glob(f"{chaos.handle.prefix}*")), "memory is left"
-        left = sorted(path.name for path in run_dir.iterdir())
-        assert left == ["pool.log"], f"files are left: {left}"
+        assert left_in(run_dir) == ["pool.log"], f"files are left: {left_in(run_dir)}"
     assert chaos.load.slowest_s < BUDGET_S + 2.0, f"a call took {chaos.load.slowest_s:.1f} s"
     return found
 

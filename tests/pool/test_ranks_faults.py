@@ -16,7 +16,7 @@ from random import Random
 
 import pytest
 from blocks import KEYS, LAYOUT, payload, puts, room_for
-from watching import SLOTS, clean, found, found_by, held, keys_of, until
+from watching import SLOTS, clean, found, found_by, held, keys_of, left_in, until
 
 from kvtool.kv.record import Grant, Want
 from kvtool.pool import wire
@@ -257,7 +257,7 @@ def test_a_killed_rank_is_a_miss_within_a_second_and_a_restarted_pool_is_found(t
         assert found(client, lost[:1]) == 1
         assert stop_pool(tmp_path)
         assert [pid for pid in handle.rank_pids if started_at(pid) is not None] == []
-        assert list(SHM.glob(f"{handle.prefix}*")) == [] and sorted(p.name for p in tmp_path.iterdir()) == ["pool.log"]
+        assert list(SHM.glob(f"{handle.prefix}*")) == [] and left_in(tmp_path) == ["pool.log"]
         assert client.match(KEYS[:60]) == 0 and not client.alive()
         again = start_pool(config, tmp_path)
         assert read_state(again.state_file).epoch > epoch
@@ -275,9 +275,9 @@ def test_a_pool_whose_launcher_left_no_note_is_stopped_and_cleaned_up_all_the_sa
     os.kill(handle.rank_pids[0], signal.SIGSTOP)
     assert stop_pool(tmp_path, timeout_s=3)
     assert started_at(handle.rank_pids[0]) is None and list(SHM.glob(f"{handle.prefix}*")) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["files.json", "pool-0.blocks", "pool.log"]
+    assert left_in(tmp_path) == ["files.json", "pool-0.blocks", "pool.log"]
     assert stop_pool(tmp_path, purge=True) and not stop_pool(tmp_path, purge=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pool.log"]
+    assert left_in(tmp_path) == ["pool.log"]
     until(lambda: os.waitpid(handle.pid, os.WNOHANG)[0], 5, "mpiexec ends with its last rank")
 
 
@@ -285,4 +285,4 @@ def test_a_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
     config = PoolConfig(LAYOUT, ranks=2, dram_size=2**23, file_dir=tmp_path / "nowhere", start_timeout_s=20)
     with pytest.raises(Exception, match=r"(?s)did not start.*nowhere"):
         start_pool(config, tmp_path / "run")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["pool.log"]
+    assert left_in(tmp_path / "run") == ["pool.log"]

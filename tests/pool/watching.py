@@ -42,6 +42,11 @@ def clean(run_dir: Path) -> bool:
     return held(run_dir) == []
 
 
+def left_in(run_dir: Path) -> list[str]:
+    """Names in the run directory of a pool that is over, but for the audit logs, which stay as pool.log does."""
+    return sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("audit-"))
+
+
 def keys_of(client: PoolClient, rank: int, keys=KEYS) -> list[bytes]:
     parts = {access.state.rank: positions for access, positions in client._ranks.split(keys)}
     return [keys[position] for position in parts.get(rank, [])]
