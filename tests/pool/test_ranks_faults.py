@@ -258,7 +258,8 @@ def test_a_killed_rank_is_a_miss_within_a_second_and_a_restarted_pool_is_found(t
         assert stop_pool(tmp_path)
         assert [pid for pid in handle.rank_pids if started_at(pid) is not None] == []
         assert list(SHM.glob(f"{handle.prefix}*")) == [] and left_in(tmp_path) == ["pool.log"]
-        assert client.match(KEYS[:60]) == 0 and not client.alive()
+        until(lambda: client.match(KEYS[:60]) == 0, 3, "its directories are not believed any more")
+        assert not client.alive()
         again = start_pool(config, tmp_path)
         assert read_state(again.state_file).epoch > epoch
         until(lambda: client.alive(), 2, "the same client finds the new pool")
