@@ -77,9 +77,10 @@ class Remembering:
 
 
 class Rank:
-    def __init__(self, disk: Remembering, through: bool) -> None:
+    def __init__(self, disk: Remembering, through: bool, sealer=None) -> None:
         self.disk, self.now_s = disk, 0.0
-        self.file = BlockFile(None, SIZE, FILE_SLOTS, disk=disk, executor=AtOnce(), fingerprint="f", layout="l")
+        about = {"fingerprint": "f", "layout": "l", "sealer": sealer}
+        self.file = BlockFile(None, SIZE, FILE_SLOTS, disk=disk, executor=AtOnce(), **about)
         self.store = Store(SLOTS, SIZE, FILE_SLOTS, through=through)
         self.memory = SlotMemory(memoryview(bytearray(SlotMemory.size(SLOTS, SIZE))), SLOTS, SIZE)
         self.events: list = []
@@ -115,8 +116,9 @@ class Rank:
     def get(self, number: int, key: bytes) -> bytes | None:
         reading = self.store.begin_read((1, number), [key], self.now_s, 1.0)
         self.settle()
-        self.store.advance(reading, self.now_s)
-        self.settle()
+        for _ in range(4):
+            self.store.advance(reading, self.now_s)
+            self.settle()
         hits = self.store.finish_read(reading, self.now_s)
         found = bytes(self.memory.slot(hits[0].slot, SIZE)) if hits else None
         self.store.release((1, number), self.now_s)

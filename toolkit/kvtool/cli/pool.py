@@ -53,6 +53,10 @@ def up(
     file_dir: Annotated[
         Path | None, typer.Option("--file-dir", help="Where block files are; else the run directory.")
     ] = None,
+    remote: Annotated[
+        str, typer.Option("--remote", help="Store below the files: a directory, or a URL such as s3://BUCKET.")
+    ] = "",
+    remote_size: Annotated[str, typer.Option("--remote-size", help="Room there for each rank.")] = "0",
     file_key: Annotated[
         Path | None, typer.Option("--file-key", help="File of mode 0600: the key that block files are encrypted with.")
     ] = None,
@@ -100,6 +104,8 @@ def up(
         dram_size=_parsed("--dram-size", dram_size, parse_size),
         file_size=_parsed("--file-size", file_size, parse_size),
         file_dir=file_dir.absolute() if file_dir else None,
+        remote=remote,
+        remote_size=_parsed("--remote-size", remote_size, parse_size),
         file_key=file_key.absolute() if file_key else None,
         key_file=key_file.absolute() if key_file else None,
         tenants=tenants.absolute() if tenants else None,

@@ -64,6 +64,10 @@ class PoolSpec(Section):
     dram_size: Size = _default("256MiB", "Shared memory of each rank; a hard cap.")
     file_size: Size = _default("1GiB", "File tier of each rank; a hard cap. 0 switches it off.")
     file_dir: FilePath | None = Field(None, description="Where the file tier lies; null is RUN_DIR/pool.")
+    remote: str | None = Field(
+        None, description="Store below the files: a directory, or a URL such as s3://BUCKET; null for none."
+    )
+    remote_size: Size = _default("0", "Room in that store for each rank; a hard cap.")
     file_key: FilePath | None = Field(
         None, description="File of mode 0600: the key that block files are encrypted with."
     )

@@ -24,7 +24,9 @@ class State(IntEnum):
     FILED = 4
     """In the file tier only."""
     PROMOTING = 5
-    """In the file tier, on its way to `slot`."""
+    """In the file tier, on its way to `slot`; or in a store below the files, if `file_slot` is -1."""
+    REMOTE = 6
+    """In a store below the files only. Such a block is known by its key and size, and is not indexed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -220,7 +222,35 @@ class Erase:
     file_slot: int
 
 
-Action = Stamp | Demote | Promote | Erase
+@dataclass(frozen=True)
+class Archive:
+    """Copy the record in `file_slot` to the store below, then call `archived(move, ...)`."""
+
+    move: int
+    key: BlockKey
+    file_slot: int
+    record: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Copy a block of `length` bytes from the store below to `slot`, check it, then call `fetched(move, ...)`."""
+
+    move: int
+    key: BlockKey
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Remove a block from the store below. Nothing is told of what came of it."""
+
+    key: BlockKey
+
+
+Action = Stamp | Demote | Promote | Erase | Archive | Fetch | Discard
 
 
 @dataclass(frozen=True)
@@ -300,6 +330,10 @@ class StoreCounts:
     promoted: int = 0
     promote_failed: int = 0
     corrupt: int = 0
+    archived: int = 0
+    fetched: int = 0
+    fetch_failed: int = 0
+    """To and from the store below the files."""
     recovered: int = 0
     """Found in the file at the start."""
     expired: int = 0

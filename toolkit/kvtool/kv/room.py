@@ -86,6 +86,7 @@ class Room:
         self._moves: dict[int, Entry] = {}
         self._move = self._record = 0
         self._uses = 0
+        self._spared: set[BlockKey] = set()  # wanted in DRAM right now
         self._actions: list[Action] = []
         self._moved_from: dict[BlockKey, int] = {}  # blocks to list anew -> where they are listed
 
@@ -146,6 +147,8 @@ class Room:
 
     def _may_leave_file(self, key: BlockKey) -> bool:
         entry = self._index[key]
+        if key in self._spared:
+            return False
         if entry.state is State.COMMITTED and not entry.durable:  # a second copy
             return True
         if entry.state is State.COMMITTED and self.leases.held(entry.slot):

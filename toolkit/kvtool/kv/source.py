@@ -15,7 +15,7 @@ from kvtool.kv.block import BlockKey
 from kvtool.kv.copying import Wanted
 from kvtool.kv.lease import ReadId
 from kvtool.kv.record import Entry, State
-from kvtool.kv.recover import Filing
+from kvtool.kv.remote import Remotes
 from kvtool.kv.retention import Retention
 
 
@@ -34,7 +34,7 @@ class Source:
     generation: int = 0
 
 
-class Sources(Filing):
+class Sources(Remotes):
     """What the rules of copying ask of one rank's blocks: a `kv.copying.Catalog`."""
 
     def catalog(self) -> Sequence[BlockKey]:
@@ -75,7 +75,8 @@ class Sources(Filing):
 
 
 def _stays(entry: Entry) -> bool:
-    return entry.state is not State.RESERVED and entry.transient_s is None
+    arriving = entry.state is State.PROMOTING and entry.file_slot < 0  # from below the files
+    return entry.state is not State.RESERVED and entry.transient_s is None and not arriving
 
 
 def _left(entry: Entry, now_s: float) -> Retention:

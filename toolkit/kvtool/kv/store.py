@@ -269,15 +269,15 @@ class Store(Sources):
         count, find, reserved = 0, self._index.get, State.RESERVED
         for key in keys:
             entry = find(key)
-            if entry is None or entry.state is reserved:
+            if (entry is None and key not in self.below) or (entry is not None and entry.state is reserved):
                 break
             count += 1
         return count
 
     def has(self, keys: Iterable[BlockKey]) -> bytes:
         """1 for each of `keys` that is resident, else 0. Leaves no trace, as `match`."""
-        find, reserved = self._index.get, State.RESERVED
-        return bytes((entry := find(key)) is not None and entry.state is not reserved for key in keys)
+        find, reserved, below = self._index.get, State.RESERVED, self.below
+        return bytes(key in below if (entry := find(key)) is None else entry.state is not reserved for key in keys)
 
     def filed(self, key: BlockKey) -> bool:
         """Whether a resident block would have to come from its file."""
@@ -293,18 +293,18 @@ class Store(Sources):
     def advance(self, reading: Reading, now_s: float) -> None:
         """Go on with a read as far as possible."""
         reading.stalled = False
-        rest = self._resident_run(reading.keys[len(reading.hits) :])
+        rest = self._resident_run(reading.keys[len(reading.hits) :], now_s)
         for entry in rest:
             if entry.slot >= 0:  # before anything is evicted for the others
                 self.leases.cover(reading.lease, entry.slot)
-        below = [entry for entry in rest if entry.state is State.FILED]
-        account = self.quotas.of(below[0].tenant) if below else None
-        if account is not None:
-            self._room_of(account, 0, len(below), now_s)
-        self._free_up(len(below) if account is None else account.brings(len(below)), now_s)
+        self._free_up_sparing(rest, now_s)
         for entry in rest:
-            if self._index.get(entry.key) is not entry:
-                break  # it went from its file, for one of the others
+            if entry.state is State.REMOTE:
+                if not self._fetch(entry, now_s):
+                    reading.stalled = self._room_is_coming(now_s) or self.fetching > 0
+                    break
+            elif self._index.get(entry.key) is not entry:
+                break  # it went for room
             filed = entry.state in (State.FILED, State.PROMOTING)
             if entry.state is State.FILED and self._stuck(now_s):
                 break  # a miss at once, and not at the end of the reader's patience
@@ -321,10 +321,25 @@ class Store(Sources):
                 Hit(entry.key, entry.slot, entry.generation, entry.length, entry.checksum, filed, not moving, entry)
             )
 
-    def _resident_run(self, keys: Sequence[BlockKey]) -> list[Entry]:
+    def _free_up_sparing(self, rest: Sequence[Entry], now_s: float) -> None:
+        """Make room in DRAM for a read, and not out of the file slots of the very blocks that it wants."""
+        filed = [entry for entry in rest if entry.state is State.FILED]
+        remote = sum(entry.state is State.REMOTE for entry in rest)
+        account = self.quotas.of(filed[0].tenant) if filed else None
+        if account is None and len(filed) + remote <= self.dram.free:
+            return
+        self._spared = {entry.key for entry in filed}
+        if account is not None:
+            self._room_of(account, 0, len(filed), now_s)
+        self._free_up(remote + (len(filed) if account is None else account.brings(len(filed))), now_s)
+        self._spared = set()
+        for entry in filed:
+            self._offer(entry)
+
+    def _resident_run(self, keys: Sequence[BlockKey], now_s: float) -> list[Entry]:
         run = []
         for key in keys:
-            entry = self._index.get(key)
+            entry = self._index.get(key) or self._below(key, now_s)
             if entry is None or entry.state is State.RESERVED:
                 break
             run.append(entry)
@@ -413,10 +428,10 @@ class Store(Sources):
         slots: set[int] = set()
         for key in keys:
             entry = self._index.get(key)
-            there = entry is not None and entry.state is not State.RESERVED
+            there = self.discard(key) or (entry is not None and entry.state is not State.RESERVED)
             deleting.there.append(there)
             slots.update(self._erasing.slots_of(key))
-            if entry is not None and there:
+            if entry is not None and entry.state is not State.RESERVED:
                 slots.update((entry.file_slot,) if entry.file_slot >= 0 else ())
                 self._forget(entry, "deleted", now_s)
         self.counts.deleted += deleting.count
@@ -499,6 +514,8 @@ class Store(Sources):
             ("quarantine", [(q.since_s, q.owner, q.safe_at_s) for q in self._quarantine.values()]),
             ("demotion", [(e.since_s, e.owner, None) for e in moves if e.state is State.DEMOTING]),
             ("promotion", [(e.since_s, e.owner, None) for e in moves if e.state is State.PROMOTING]),
+            ("archive", [(since_s, 0, None) for _, since_s in self._archives.values()]),
+            ("fetch", [(e.since_s, e.owner, None) for e in self._fetches.values()]),
             ("soft pin", [(e.since_s, e.owner, until_s) for e, until_s, hard in pinned if not hard]),
             ("hard pin", [(e.since_s, e.owner, until_s) for e, until_s, hard in pinned if hard]),
             ("transient", [(e.since_s, e.owner, e.transient_until_s) for e in transients]),
@@ -523,7 +540,7 @@ class Store(Sources):
 
     def lost_slots(self) -> int:
         """Slots of either tier in use that nothing accounts for. Anything but 0 is a bug."""
-        moving = [entry for entry in self._moves.values() if entry.doomed]
+        moving = [entry for entry in [*self._moves.values(), *self._fetches.values()] if entry.doomed]
         dram = sum(entry.slot >= 0 for entry in self._index.values()) + len(self._quarantine)
         filed = sum(entry.file_slot >= 0 for entry in self._index.values())
         dram += sum(entry.slot >= 0 for entry in moving)

@@ -32,6 +32,10 @@ class PoolConfig:
     file_size: int = 2**30
     file_dir: Path | None = None
     """None: the run directory."""
+    remote: str = ""
+    """Store below the files: a directory on a shared file system, or the URL of an object store, such as s3://BUCKET."""
+    remote_size: int = 0
+    """Bytes of it for each rank; a hard cap."""
     file_key: Path | None = None
     """File of mode 0600 with the key that block files are encrypted with; None: they are not."""
     write: str = "back"
@@ -88,6 +92,11 @@ class PoolConfig:
         if self.copy_rate <= 0:
             raise SpecRefused(f"pool.copy_rate: wanted more than 0 bytes/s, found {self.copy_rate}")
         check_name(self.name)
+        if self.remote and not (self.remote_size and self.file_size):
+            raise SpecRefused(
+                f"pool.remote: wanted sizes for {self.remote} and for the files above it, found pool.remote_size "
+                f"{self.remote_size} and pool.file_size {self.file_size}; raise them, or leave pool.remote out"
+            )
         if self.write not in WRITE:
             raise SpecRefused(f"pool.write: wanted {' or '.join(WRITE)}, found {self.write}")
         if self.write == "through" and not self.file_size:
@@ -125,6 +134,8 @@ class RankConfig:
     layout: dict[str, Any]
     dram_size: int
     file_size: int
+    remote: str
+    remote_size: int
     file_key: str
     write: str
     evict: str

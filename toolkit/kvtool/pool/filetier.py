@@ -14,6 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from kvtool.errors import KvtoolError, SpecRefused
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
@@ -23,6 +25,7 @@ from kvtool.pool.state import write_private
 if TYPE_CHECKING:
     from kvtool.pool.config import RankConfig
     from kvtool.transfer.files import BlockFile, Sealer
+    from kvtool.transfer.remote import ObjectStore
 
 log = logging.getLogger("kvtool.pool")
 
@@ -76,6 +79,21 @@ def sealer_for(file_key: Path | str | None) -> Sealer | None:
     from kvtool.transfer.crypt import FileSealer, read_key
 
     return FileSealer(read_key(Path(file_key)))
+
+
+def store_for(remote: str, fingerprint: str, name: str, rank: int) -> ObjectStore | None:
+    """The store below this rank's file; None without one.
+
+    Raises:
+        Refused: no such directory, or a URL that cannot be used.
+        Missing: what it needs is not installed.
+    """
+    if not remote:
+        return None
+    from kvtool.transfer.remote import open_store
+
+    place = blake3(f"{name}/{rank}".encode()).hexdigest()[:32]  # apart from other pools and ranks
+    return open_store(remote, f"{fingerprint}/{place}")
 
 
 def note_files(run_dir: Path, name: str, file_dir: Path, layout: dict[str, Any]) -> None:

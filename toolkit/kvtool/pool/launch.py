@@ -24,7 +24,7 @@ from typing import Any
 
 from kvtool.errors import KvtoolError, Missing, PoolUnavailable, Refused
 from kvtool.pool.config import PoolConfig, RankConfig
-from kvtool.pool.filetier import NOTE, files_of, note_files, sealer_for
+from kvtool.pool.filetier import NOTE, files_of, note_files, sealer_for, store_for
 from kvtool.pool.filetier import purge as purge_files
 from kvtool.pool.keeping import KeeperStatus, keeper_status, reap_keepers, start_keeper, want
 from kvtool.pool.link import Link
@@ -270,6 +270,7 @@ def pool_key(config: PoolConfig) -> bytes:
 def _check_keys(config: PoolConfig) -> None:
     """Else every rank would say the same, and later."""
     sealer_for(config.file_key)
+    store_for(config.remote, config.layout.fingerprint, config.name, 0)
     key = pool_key(config)
     if config.tenants is not None:
         read_tenants(config.tenants, key, config.name, config.ranks, config.layout.block_size)
@@ -290,6 +291,8 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         layout=asdict(config.layout),
         dram_size=config.dram_size,
         file_size=config.file_size,
+        remote=config.remote,
+        remote_size=config.remote_size,
         file_key=str(config.file_key or ""),
         write=config.write,
         evict=config.evict,

@@ -29,7 +29,7 @@ from kvtool.pool.config import RankConfig
 from kvtool.pool.copier import Copier
 from kvtool.pool.directory import Directory, segment_size, slots_under
 from kvtool.pool.embedded import file_slots_in
-from kvtool.pool.filetier import Flush, close_file, open_file
+from kvtool.pool.filetier import Flush, close_file, open_file, store_for
 from kvtool.pool.loop import Connection, Loop
 from kvtool.pool.meeting import Joining, Meeting, MpiMeeting
 from kvtool.pool.membership import Membership
@@ -48,6 +48,7 @@ from kvtool.transfer.segment import Segment, unlink_prefix
 
 if TYPE_CHECKING:
     from kvtool.transfer.files import BlockFile
+    from kvtool.transfer.remote import ObjectStore
     from kvtool.transfer.ucx import UcxOwner
 
 log = logging.getLogger("kvtool.pool")
@@ -73,6 +74,7 @@ class Rank:
         self.segment = Segment.create(name, segment_size(slots, size, file_slots))
         self._swept_s = self._flush_until_s = 0.0
         self._flush: Flush | None = None
+        self._store_below: ObjectStore | None = None
         self.copier: Copier | None = None
         self.scrape: Scrape | None = None
         self.ucx: UcxOwner | None = None
@@ -81,6 +83,7 @@ class Rank:
         try:
             if file_slots:
                 self.files = open_file(config, self.rank, self.layout, file_slots)
+                self._store_below = store_for(config.remote, self.layout.fingerprint, config.name, self.rank)
             if config.ucx:
                 from kvtool.transfer.ucx import UcxOwner
 
@@ -193,6 +196,8 @@ class Rank:
         self.members.publish()
         self.members.connect(self.loop, bytes.fromhex(self.config.key), self.layout.fingerprint)
         log.info("rank serves rank=%d slots=%d file_slots=%d pid=%d", self.rank, *self._rooms(), os.getpid())
+        if self._store_below is not None:
+            self.tiers.open_below(self._store_below, self.config.remote_size)
         self.loop.run()
         log.info("rank stops rank=%d", self.rank)
 
@@ -204,6 +209,9 @@ class Rank:
         if self.copier is not None:
             self.copier.close()
         if self.files is not None:
+            below = self.tiers.below if hasattr(self, "tiers") else None
+            if below is not None:
+                below.close()
             close_file(self.files)
             self.files = None
         self._unix.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import BlockCorrupt
@@ -22,6 +22,7 @@ from kvtool.kv.block import BlockKey
 from kvtool.kv.record import NOWHERE, Demote, Erase, Filed, Promote, Reading, Stamp, Whereabouts
 from kvtool.kv.retention import DEFAULT, Pin, Retention
 from kvtool.kv.store import Store
+from kvtool.pool.below import Below
 from kvtool.pool.directory import Directory
 from kvtool.pool.memory import SlotMemory
 from kvtool.transfer.filehead import Kept
@@ -29,6 +30,7 @@ from kvtool.transfer.filehead import Kept
 if TYPE_CHECKING:
     from kvtool.transfer.filehead import SlotHeader
     from kvtool.transfer.files import BlockFile
+    from kvtool.transfer.remote import ObjectStore
 
 log = logging.getLogger("kvtool.pool")
 
@@ -51,6 +53,7 @@ class Tiers:
         self.directory = directory
         self.wall_s: Callable[[], float] = time.time
         """The wall clock, for what is written into files."""
+        self.below: Below | None = None
         self.bytes_moved = {"demoted": 0, "promoted": 0}
         self._ended: deque[Event] = deque()
         self._lock, self._told = threading.Lock(), False
@@ -66,8 +69,10 @@ class Tiers:
                 self._demote(action)
             elif isinstance(action, Promote):
                 self._promote(action)
-            else:
+            elif isinstance(action, Erase):
                 self._erase(action)
+            elif self.below is not None:
+                self.below.carry_out(action)
         for block in self.store.take_whereabouts():
             if self.directory is not None:
                 self.directory.place(block)
@@ -145,6 +150,16 @@ class Tiers:
             readings += self._ended.popleft()(now_s)
         return readings
 
+    def open_below(self, objects: ObjectStore, size: int, executor: Executor | None = None) -> None:
+        """Begin to use `size` bytes of a store below the files."""
+        assert self.files is not None
+
+        def describe(header: SlotHeader) -> Filed:
+            return _filed(-1, header, self.wall_s())
+
+        self.below = Below(self.store, self.memory, self.files, objects, self._end, describe, executor)
+        self.below.open(size)
+
     def report(self) -> dict[str, object]:
         """How the file tier does, for a status."""
         store = self.store
@@ -154,6 +169,7 @@ class Tiers:
             "moving": store.demoting + store.filing,
             "failures": store.backoff.failures,
             "why": store.backoff.why,
+            "below": None if self.below is None else self.below.report(),
         }
 
     def recover(self, now_s: float) -> int:

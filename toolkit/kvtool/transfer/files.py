@@ -170,6 +170,23 @@ class BlockFile:
         """Read a block and throw it away; raises as `read` does."""
         return self._submit(self._check, slot, size, key, generation)
 
+    def copy_out(self, slot: int, key: bytes, size: int, generation: int) -> Future[bytes]:
+        """The record of a block as it is on the disk, header page and payload, checked; raises as `read` does."""
+        return self._submit(self._copy_out, slot, size, key, generation)
+
+    def take_in(self, record: memoryview, out: Buffer, key: bytes) -> SlotHeader:
+        """Fill `out` with the block `key` out of its record, in the calling thread.
+
+        Raises:
+            BlockCorrupt: the record is anything but that whole block.
+        """
+        view = as_bytes(out)
+        header = SlotHeader.unpack(record)
+        wrong = header.differs(key, view.nbytes, None) if header else "no whole header"
+        if wrong or header is None or len(record) != PAGE + view.nbytes:
+            raise BlockCorrupt(f"wanted the record of block {key.hex()[:8]}, found {wrong or f'{len(record)} bytes'}")
+        return self._open(header, record[PAGE:], view, key, "a record")
+
     def erase(self, slot: int) -> Future[None]:
         """Clear a slot's header, durably: it is found by nobody any more."""
         return self._group.when_synced(self._submit(self._erase, slot, urgent=True))
@@ -255,21 +272,31 @@ class BlockFile:
             direct = self._sealer is None and fits_direct(out)
             payload = out if direct else buffer[PAGE : PAGE + page_up(out.nbytes)]
             header = self._load(slot, buffer[:PAGE], payload, key, out.nbytes, generation)
-            stored = payload[: out.nbytes]
-            if header.flags & SEALED:
-                if self._sealer is None or not self._sealer.unseal(stored, out, header):
-                    raise BlockCorrupt(f"{self._pages.name}, slot {slot}: block {key.hex()[:8]} fails its tag")
-                header, found = self._sealer.reveal(header), checksum(out, key)
-            else:
-                found = checksum(out, key) if direct else copy_checksum(out, stored, key)
-            self._same(slot, key, found, header.checksum)
-            return header
+            return self._open(header, out if direct else payload[: out.nbytes], out, key, f"slot {slot}")
+
+    def _open(self, header: SlotHeader, stored: memoryview, out: memoryview, key: bytes, where: str) -> SlotHeader:
+        """Have the plain bytes of a payload in `out`, checked; `stored` may be `out` itself."""
+        if header.flags & SEALED:
+            if self._sealer is None or not self._sealer.unseal(stored, out, header):
+                raise BlockCorrupt(f"{self._pages.name}, {where}: block {key.hex()[:8]} fails its tag")
+            header, found = self._sealer.reveal(header), checksum(out, key)
+        else:
+            found = checksum(out, key) if stored is out or not out.nbytes else copy_checksum(out, stored, key)
+        self._same(where, key, found, header.checksum)
+        return header
+
+    def _copy_out(self, slot: int, size: int, key: bytes, generation: int) -> bytes:
+        with self._pages.room() as buffer:
+            payload = buffer[PAGE : PAGE + page_up(size)]
+            header = self._load(slot, buffer[:PAGE], payload, key, size, generation)
+            self._same(f"slot {slot}", key, checksum(payload[:size], key), header.stored)
+            return bytes(buffer[: PAGE + size])
 
     def _check(self, slot: int, size: int, key: bytes, generation: int | None) -> SlotHeader:
         with self._pages.room() as buffer:
             payload = buffer[PAGE : PAGE + page_up(size)]
             header = self._load(slot, buffer[:PAGE], payload, key, size, generation)
-            self._same(slot, key, checksum(payload[:size], key), header.stored)
+            self._same(f"slot {slot}", key, checksum(payload[:size], key), header.stored)
             return header
 
     def _load(
@@ -282,10 +309,10 @@ class BlockFile:
             raise BlockCorrupt(f"{self._pages.name}, slot {slot}: wanted block {key.hex()[:8]}, found {wrong}")
         return header
 
-    def _same(self, slot: int, key: bytes, found: int, wanted: int) -> None:
+    def _same(self, where: str, key: bytes, found: int, wanted: int) -> None:
         if found != wanted:
             raise BlockCorrupt(
-                f"{self._pages.name}, slot {slot}: block {key.hex()[:8]} is torn or damaged: checksum "
+                f"{self._pages.name}, {where}: block {key.hex()[:8]} is torn or damaged: checksum "
                 f"{found & (2**64 - 1):016x}, its header says {wanted:016x}"
             )
 

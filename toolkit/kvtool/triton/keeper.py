@@ -139,6 +139,8 @@ class PoolKeeper:
             dram_size=pool.dram_size,
             file_size=pool.file_size,
             file_dir=pool.file_dir,
+            remote=pool.remote or "",
+            remote_size=pool.remote_size,
             file_key=pool.file_key,
             write=pool.write,
             evict=pool.evict,
