@@ -33,6 +33,11 @@ FULL = {
     "files": {"write": "back", "failures": 0}, "scrub": {"corrupt": 0}, "transfers": {"sent": 1, "bytes": {"sent": 9}},
     "copying": {"owed": 1, "flying": 2, "homeless": 0, "left": 3, "near": 4,
                 "counts": {"stored": 7, "bytes": 70, "scans": 2}},
+    "eviction": {
+        "dram": {"policy": "lru", "ratios": {"arc": 0.5}, "curve": [(20, 0.75)], "changes": 2}, "pins": {"hard": 3},
+    },
+    "tenants": {"alpha": {"dram": 2, "blocks": 3, "refused": 4, "evicted": 5}},
+    "reads_of": {"alpha": {"asked": 2, "hits": {"dram/socket": 1}}},
     "cpu_s": 1.5, "slowest_pass_s": 0.001,
 }  # fmt: skip
 
@@ -53,6 +58,8 @@ def test_every_metric_shows_and_prometheus_reads_the_page():
     assert {metric.name for metric in METRICS} == set(page)
     assert page["hit_tokens_total"] == {("dram", "shm"): 128, ("file", "ucx"): 64}
     assert page["asked_tokens_total"] == {(): 288} and page["missed_tokens_total"] == {("absent",): 96}
+    assert page["shadow_size_hit_ratio"] == {("dram", "20"): 0.75} and page["pinned_blocks"] == {(): 3}
+    assert page["tenant_asked_tokens_total"] == {("alpha",): 64} and page["tenant_blocks"] == {("alpha",): 3}
     assert page["used_bytes"] == {("dram",): 500, ("file",): 700} and page["ranks_dead"] == {(): 1}
 
 

@@ -8,7 +8,8 @@ from kvtool.pool.rates import alarms, hit_ratio, rates
 
 BEFORE = {
     "rank": 1, "pid": 7, "status": "live", "clients": 2, "slots": 100, "slots_used": 50, "file_slots": 0, "leases": 3,
-    "held_share": 0.1, "bytes_in": 1000, "bytes_out": 500, "counts": {"evicted": 4}, "cpu_s": 1.0, "policy": "s3fifo",
+    "held_share": 0.1, "bytes_in": 1000, "bytes_out": 500, "counts": {"evicted": 4}, "cpu_s": 1.0,
+    "eviction": {"dram": {"policy": "s3fifo"}},
     "reads": {"asked": 10, "hits": {"dram/shm": 4, "file/shm": 1}}, "copying": {"owed": 6},
 }  # fmt: skip
 NOW = {
@@ -20,7 +21,7 @@ NOW = {
 def test_rates_are_between_the_looks():
     line = rates(BEFORE, NOW, 2.0)
     assert (line.dram_share, line.in_bytes_s, line.out_bytes_s, line.evictions_s) == (0.8, 1000.0, 0.0, 3.0)
-    assert (line.cpu_share, line.owed, line.file_share) == (0.25, 6, None)
+    assert (line.cpu_share, line.owed, line.file_share) == (0.25, 6, None) and line.policy == "s3fifo"
 
 
 @pytest.mark.parametrize("before", [None, {**BEFORE, "pid": 6, "bytes_in": 10**9}])

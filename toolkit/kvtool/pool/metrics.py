@@ -87,6 +87,44 @@ def _tokens(*path: str, split: str = "") -> Callable[[Status], Iterable[Sample]]
     return read
 
 
+def _tenants(*path: str, tokens: bool = False) -> Callable[[Status], Iterable[Sample]]:
+    """The number at that place below each tenant's name."""
+
+    def read(status: Status) -> Iterable[Sample]:
+        place, *rest = path
+        for tenant, found in sorted(status.get(place, {}).items()):
+            yield (tenant,), (_at(found, rest) or 0.0) * (status.get("block_tokens", 0) if tokens else 1)
+
+    return read
+
+
+def _at(found: Any, path: Iterable[str]) -> float | None:
+    """The number at that place, or the sum of the map there."""
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping):
+        return float(sum(found.values()))
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def _judged(what: str) -> Callable[[Status], Iterable[Sample]]:
+    """What the shadows of each tier show: "policy", "ratios", "curve" or "changes"."""
+
+    def read(status: Status) -> Iterable[Sample]:
+        for tier, name in (("dram", "dram"), ("file", "files")):
+            found = status.get("eviction", {}).get(name, {}).get(what)
+            if what == "policy" and found is not None:
+                yield (tier, str(found)), 1.0
+            elif isinstance(found, Mapping):
+                yield from (((tier, str(policy)), float(ratio)) for policy, ratio in sorted(found.items()))
+            elif isinstance(found, (list, tuple)):
+                yield from (((tier, str(slots)), float(ratio)) for slots, ratio in found)
+            elif found is not None:
+                yield (tier,), float(found)
+
+    return read
+
+
 def _info(status: Status) -> Iterable[Sample]:
     words = (status.get(name) for name in ("identity", "status"))
     write = status.get("files", {}).get("write", "")
@@ -149,6 +187,27 @@ METRICS = (
            _one("copying", "left")),
     Metric("blocks_near", "gauge", "Blocks of this rank that have a copy near readers on another host.",
            _one("copying", "near")),
+    Metric("eviction_policy_info", "gauge", "1; the policy in use is a label.", _judged("policy"),
+           ("tier", "policy")),
+    Metric("eviction_policy_changes_total", "counter", "How often the shadows had it changed.", _judged("changes"),
+           ("tier",)),
+    Metric("shadow_hit_ratio", "gauge", "Of block uses, what each policy would have hit lately, by sampling.",
+           _judged("ratios"), ("tier", "policy")),
+    Metric("shadow_size_hit_ratio", "gauge", "The same, of the policy in use with so many slots instead.",
+           _judged("curve"), ("tier", "slots")),
+    Metric("pinned_blocks", "gauge", "Blocks that are pinned hard; a quarter of the slots may be.",
+           _one("eviction", "pins", "hard")),
+    Metric("tenant_used_slots", "gauge", "Slots of memory that a tenant's blocks take.", _tenants("tenants", "dram"),
+           ("tenant",)),
+    Metric("tenant_blocks", "gauge", "Blocks of a tenant.", _tenants("tenants", "blocks"), ("tenant",)),
+    Metric("tenant_refused_total", "counter", "Puts of a tenant that its quota refused.",
+           _tenants("tenants", "refused"), ("tenant",)),
+    Metric("tenant_evicted_total", "counter", "Blocks of a tenant that made room for its own new ones.",
+           _tenants("tenants", "evicted"), ("tenant",)),
+    Metric("tenant_asked_tokens_total", "counter", "Of asked_tokens_total, by tenant, as its clients say.",
+           _tenants("reads_of", "asked", tokens=True), ("tenant",)),
+    Metric("tenant_hit_tokens_total", "counter", "Of hit_tokens_total, by tenant, as its clients say.",
+           _tenants("reads_of", "hits", tokens=True), ("tenant",)),
     Metric("cpu_seconds_total", "counter", "CPU time of the rank.", _one("cpu_s")),
     Metric("slowest_pass_seconds", "gauge", "The longest that its event loop kept everybody waiting.",
            _one("slowest_pass_s")),

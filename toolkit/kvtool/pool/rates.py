@@ -57,7 +57,7 @@ def rates(before: Status | None, now: Status, seconds: float) -> RankRates:
         evictions_s=rate("counts", "evicted"),
         leases=int(now["leases"]),
         owed=_whole(_at(now, "copying", "owed")),
-        policy=str(now.get("policy", "")),
+        policy=str(now.get("eviction", {}).get("dram", {}).get("policy", "")),
         cpu_share=cpu,
     )
 

@@ -102,6 +102,8 @@ class Service:
         self.copier: Copier | None = None
         self.scrub: Scrub | None = None
         self.reads = ReadsTold()
+        self.reads_of: dict[str, ReadsTold] = {}
+        """By tenant; in `reads` too."""
         self.audit_log = AuditLog(None)
         self.bytes_in = self.bytes_out = 0
         """Payload that was stored here, and that readers were given leases on."""
@@ -123,7 +125,7 @@ class Service:
             Op.WRITE: self._write,
             Op.FETCH: self._fetch,
             Op.TOUCH: self._touch,
-            Op.COUNTED: lambda _, message, __: self.reads.add(wire.unpack_map(message.body)),
+            Op.COUNTED: self._counted,
             Op.STORE: self._store,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
@@ -478,6 +480,12 @@ class Service:
             return bool(self._reads)
         return any(waiting.connection.copies_for is None for waiting in self._puts)
 
+    def _counted(self, connection: Connection, message: Message, now_s: float) -> None:
+        more = wire.unpack_map(message.body)
+        self.reads.add(more)
+        if connection.tenant is not None:
+            self.reads_of.setdefault(connection.tenant.name, ReadsTold()).add(more)
+
     def _status(self, connection: Connection, message: Message, now_s: float) -> None:
         connection.send(Op.STATUS, message.request, wire.pack_map(self.status()))
 
@@ -506,6 +514,7 @@ class Service:
             "scrub": {} if self.scrub is None else self.scrub.report(),
             **({} if self.copier is None else {"copying": self.copier.status()}),
             "tenants": store.quotas.usage(),
+            "reads_of": {tenant: asdict(reads) for tenant, reads in self.reads_of.items()},
             "lanes": len(self.lanes),
             "transfers": {**self.lanes.counts, "bytes": dict(self.lanes.bytes)},
             **self._report(),

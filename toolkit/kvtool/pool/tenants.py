@@ -37,7 +37,7 @@ CLEAR = 8
 ALLOWED = frozenset(
     {
         Op.LOOKUP, Op.GATHER, Op.FETCH, Op.READ, Op.RELEASE, Op.RESERVE, Op.WRITE, Op.COMMIT, Op.ABORT, Op.DROP,
-        Op.MATCH, Op.HAS, Op.DELETE, Op.CORRUPT, Op.PING,
+        Op.MATCH, Op.HAS, Op.DELETE, Op.CORRUPT, Op.COUNTED, Op.PING,
     }
 )  # fmt: skip
 _KNOWN = {"name", "key_file", "quota_dram", "quota_files", "quota_blocks"}
