@@ -2,5 +2,5 @@
 
 To read in order: `layout` and `block` (what a block is, and its key), `lease`, `slots`, `evict` and `placement` (one
 rule each), `record` (what is known of a block), `room` (two tiers, and how room is made), `store` (one rank: puts,
-reads, time).
+reads, time); `view`, `steps` and `membership` (which ranks there are, and what one of them does about it).
 """

@@ -144,11 +144,14 @@ class Keeper:
         return 0.0
 
     def _reap(self) -> None:
-        for pid, _ in list(self._children.values()):
+        for rank, (pid, _) in self._children.items():
             try:
-                os.waitpid(pid, os.WNOHANG)
+                ended, status = os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
-                pass
+                continue
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                say(f"rank ended rank={rank} pid={pid} " + (f"signal={-code}" if code < 0 else f"status={code}"))
 
     def _watch(self, living: set[tuple[int, int]]) -> None:
         for process in set(self._pidfds) - living:
