@@ -50,9 +50,9 @@ No call raises for a rank that is missing, slow or dead: what could not be had w
 reason (`Got.reason`, `PoolCounts.misses`).
 
 To read in order: `base` (what a pool is to its callers), `memory` and `tiers` (slots and moves), `embedded` (all of it
-in one process); a rank: `wire`, `loop`, `service`, `dial`, `membership`, `meeting`, `rank`; who starts it again: `keeper`,
-`keeping`, `resize`; a client: `outside`, `link`, `access`,
-`ranks`, then a call: `driver`, `asking`, `fetching`, `putting`, `calls`, and its two shells: `client`, `aio`; and
+in one process); a rank: `wire`, `loop`, `service`, `dial`, `membership`, `meeting`, `rank`; who starts it again:
+`keeper`, `keeping`, `resize`; a client: `outside`, `link`, `access`, `ranks`, then a call: `driver`, `asking`,
+`fetching`, `putting`, `calls`, and its two shells: `client`, `aio`; and
 `joining`, `config`, `state`, `rundir`, `launch` (starting and stopping).
 """
 
