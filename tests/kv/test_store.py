@@ -278,3 +278,14 @@ def test_use_that_is_told_late_keeps_a_block_from_going_first():
     assert store.touch([*slots[:1], (1, 99)], 5.0) == 1
     stored(store, C, now_s=6.0)
     assert store.match([A]) == 1 and store.match([B]) == 0
+
+
+def test_lease_on_what_a_reader_found_himself_covers_what_is_still_there():
+    store = Store(2, 100, lease_term_s=10.0)
+    stored(store, A, B, chain=False)
+    at = store._index[A]
+    store.lease_found((3, 1), [(at.slot, at.generation), (store._index[B].slot, 99)], 1.0)
+    assert store.leases.held_slots == 1 and kinds(store, 1.0) == {"lease": 1}
+    stored(store, C, now_s=2.0)
+    assert store.match([A]) == 1 and store.match([B]) == 0, "the leased one stays"
+    assert store.release((3, 1), 3.0) and store.leases.held_slots == 0

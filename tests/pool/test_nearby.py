@@ -172,3 +172,25 @@ def test_copies_made_while_the_rank_rewrites_its_slots_are_right_or_refused(rank
     for reader in readers:
         reader.join()
     assert wrong == [] and min(hits) > 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_views_in_place_are_leased_before_they_are_looked_at(rank, whole):
+    for slot, key in enumerate(KEYS[:5]):
+        rank.put(key, slot)
+    leased: list[tuple[int, int]] = []
+    views = rank.near.views(KEYS[:5], whole, leased.extend)
+    assert leased == [(slot, generation) for slot, generation, _ in views] == [(n, n + 1) for n in range(5)]
+    assert [bytes(data) for _, _, data in views] == [payload(key) for key in KEYS[:5]] and views[0][2].readonly
+    assert int(rank.near.generations[3]) == 4
+    more = rank.near.views(KEYS[:7], whole, leased.extend)
+    assert more is None if whole else len(more) == 5
+    rank.memory.slot(2, SIZE)[9] ^= 1
+    assert rank.near.views(KEYS[:5], whole, leased.extend) is None, "the rank shall judge"
+    rank.move(KEYS[2], IN_FILE)
+    assert rank.near.views(KEYS[:5], whole, leased.extend) is None
+
+
+def test_views_of_nothing_lease_nothing(rank):
+    leased: list[tuple[int, int]] = []
+    assert rank.near.views(KEYS[:3], False, leased.extend) == [] and leased == []

@@ -107,3 +107,14 @@ def test_spare_slot_of_a_killed_client_comes_back_at_once(roomy, client):
     began_s = time.monotonic()
     until(lambda: held(roomy) == {}, 2, "what a dead client held is free")
     assert time.monotonic() - began_s < 1.5
+
+
+def test_view_in_place_holds_a_lease_that_nobody_waited_for(roomy, client, monkeypatch):
+    keys = [b"view" + key[4:] for key in KEYS[:6]]
+    client.write(puts(keys))
+    said = count_ops(client, monkeypatch)
+    with client.read(keys) as read:
+        assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in keys] and said == []
+        until(lambda: held(roomy).get("lease") == 1, 3, "the rank knows of the read")
+        assert read.whole() == 6
+    until(lambda: held(roomy) == {}, 3, "and of its end")

@@ -31,6 +31,7 @@ def test_batches_survive_the_way():
     assert wire.unpack_commits(wire.pack_commits([(1, 2, 2**63)])) == [(1, 2, 2**63)]
     assert wire.unpack_aborts(wire.pack_aborts(0.5, [(1, 2)])) == (0.5, [(1, 2)])
     assert wire.unpack_touches(wire.pack_touches([(1, 2**60)])) == [(1, 2**60)]
+    assert wire.unpack_lease(wire.pack_lease(2**60, [(1, 2)])) == (2**60, [(1, 2)])
     for next_key in (None, KEY[::-1]):
         storing = wire.Storing(3, 2**40, 2**63, WANTS[0], next_key)
         assert wire.unpack_store(wire.pack_store(storing)) == storing
@@ -75,7 +76,7 @@ UNPACKERS = [
     wire.unpack_lookup, wire.unpack_wants, wire.unpack_commits, wire.unpack_aborts, wire.unpack_numbers,
     wire.unpack_corrupt, wire.split_keys, wire.unpack_count, wire.unpack_map, wire.unpack_found,
     wire.unpack_grants, wire.unpack_committed, wire.unpack_copying,
-    wire.unpack_touches, wire.unpack_store, wire.unpack_stored,
+    wire.unpack_touches, wire.unpack_lease, wire.unpack_store, wire.unpack_stored,
 ]  # fmt: skip
 PACKED = [
     wire.pack_lookup(9, 0.25, [KEY, KEY[::-1]]), wire.pack_wants(1.5, WANTS), wire.pack_commits([(1, 2, 2**63)]),

@@ -380,6 +380,17 @@ class Store(Sources):
             return False
         return True
 
+    def lease_found(self, read: ReadId, uses: Sequence[tuple[int, int]], now_s: float) -> None:
+        """A reader found blocks by (slot, generation) himself and reads them in place: lease those that are still
+        there. He looks at their generations when he is done, so one that went before is seen."""
+        lease = self.leases.grant(read, now_s)
+        for slot, generation in uses:
+            entry = self._at[slot]
+            readable = entry is not None and entry.state in (State.COMMITTED, State.DEMOTING)
+            if readable and entry is not None and entry.generation == generation:
+                self.leases.cover(lease, slot)
+        self.touch(reversed(uses), now_s)
+
     def touch(self, uses: Iterable[tuple[int, int]], now_s: float) -> int:
         """Blocks were read in place or found by their (slot, generation), without a message: each is a use, in this
         order. How many of them are still there."""

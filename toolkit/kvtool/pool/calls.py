@@ -6,7 +6,6 @@ term at the pace seen lately. Between the parts it looks at its budget and at th
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from dataclasses import replace
 from kvtool.errors import KvtoolError, ProtocolError
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
-from kvtool.kv.retention import DEFAULT
 from kvtool.pool import wire
 from kvtool.pool.access import Access
 from kvtool.pool.asking import Asking, Part, Question, Setting
@@ -23,7 +21,6 @@ from kvtool.pool.base import (
     Cancelling,
     GetResult,
     Got,
-    Outcome,
     Path,
     PoolCounts,
     Put,
@@ -33,10 +30,10 @@ from kvtool.pool.base import (
 )
 from kvtool.pool.buffers import Room
 from kvtool.pool.fetching import Fetching
-from kvtool.pool.nearby import Nearby
+from kvtool.pool.here import Here
 from kvtool.pool.pace import Pace
 from kvtool.pool.putting import ANSWER_SHARE, Putting
-from kvtool.pool.ranks import Route, Share
+from kvtool.pool.ranks import Route
 from kvtool.pool.reading import Counting, PoolRead
 from kvtool.pool.single import Single
 from kvtool.pool.told import Untold
@@ -51,7 +48,7 @@ VIEW_SHARE, COPY_SHARE = 0.5, 0.25
 _CUTS = {Cut.ABSENT: "absent", Cut.LATE: "timeout", Cut.FULL: "full"}
 
 
-class Calls:
+class Calls(Here):
     """One client's calls. Deadlines are points on the client's clock."""
 
     def __init__(self, setting: Setting, layout: KVLayout) -> None:
@@ -90,95 +87,6 @@ class Calls:
             there += [position not in asking.missing for position in range(len(some))]
         return there
 
-    def _matched_here(self, asking: Asking, route: Route, keys: Sequence[BlockKey]) -> list[Share]:
-        """Who must be asked by message; ends the run where a rank's own directory says so."""
-        shares: list[Share] = []
-        if not route.simple:  # what one rank lacks says nothing of what it has behind that
-            return route.first()
-        for access, positions in route.first():
-            known = None if access is None else self._match_local(access, [keys[position] for position in positions])
-            if known is None:
-                shares.append((access, positions))
-            elif known < len(positions):
-                left = positions[known:]
-                others = route.next(left)
-                shares += others
-                if not others:
-                    asking.end(left, "absent")
-        return shares
-
-    def _had_here(self, asking: Asking, route: Route, keys: Sequence[BlockKey]) -> list[Share]:
-        """As `_matched_here`, each key on its own."""
-        shares: list[Share] = []
-        for access, positions in route.first():
-            near = None if access is None else self._near(access)
-            flags = None if near is None else near.has([keys[position] for position in positions])
-            if flags is None:
-                shares.append((access, positions))
-                continue
-            left = [position for position, there in zip(positions, flags, strict=True) if not there]
-            others = route.next(left) if left else []
-            shares += others
-            if not others:
-                asking.end(left, "absent")
-        return shares
-
-    def _match_local(self, access: Access, keys: Sequence[BlockKey]) -> int | None:
-        """How many leading `keys` this rank's memory shows to be there, without a message; None: it must be asked."""
-        near = self._near(access)
-        return None if near is None else near.match(keys)
-
-    def _get_local(
-        self, access: Access, keys: Sequence[BlockKey], rooms: Sequence[Room], leading: bool
-    ) -> Sequence[Got | None]:
-        """Blocks copied and checked without a message, None for those that must be asked for; may be shorter than
-        `keys`."""
-        near = self._near(access)
-        return () if near is None else near.get(keys, rooms, leading)
-
-    def _near(self, access: Access) -> Nearby | None:
-        """The directory of a rank whose memory is mapped, unless it is known to be gone or hung. It tells the epoch
-        too, as an answer would."""
-        near = access.nearby
-        if near is None or not access.link.connected or not access.link.usable:
-            return None
-        self._ranks.saw_epoch(near.epoch)
-        return near
-
-    async def _write_one_near(self, block: Put, budget_s: float) -> list[PutResult] | None:
-        """A put of one block to its first owner, whose memory is mapped, without the ado of a batch; None: the long
-        way."""
-        if self._ranks.copies > 1 or self._ranks.namespaces:
-            return None
-        (access, _), *_ = self._ranks.split([block.key])
-        near = None if access is None else self._near(access)
-        if near is None or access is None or near.ask:
-            return None
-        result: PutResult | None = None
-        if block.transient_s is None and block.retention is DEFAULT and near.holds([block.key])[0]:
-            result = _HELD
-        else:
-            result = await self._single.put(access, block, self._now_s() + budget_s)
-        if result is None:
-            return None
-        self.counting.put([result], [block.size], Path.SHM)
-        return [result]
-
-    def _write_near(self, blocks: Sequence[Put], at: int | str | None) -> list[PutResult | None]:
-        """Puts of what is there already, as the directory of its rank shows; None for the others."""
-        results: list[PutResult | None] = [None] * len(blocks)
-        if self._ranks.copies > 1:
-            return results
-        for access, positions in Route(self._ranks, [block.key for block in blocks], at, reading=False).first():
-            near = None if access is None else self._near(access)
-            if near is None or access is None or near.ask:
-                continue
-            plain = [n for n in positions if blocks[n].transient_s is None and blocks[n].retention is DEFAULT]
-            for position, there in zip(plain, near.holds([blocks[n].key for n in plain]), strict=True):
-                if there:
-                    results[position] = _HELD
-        return results
-
     # Reading
 
     async def read(
@@ -191,6 +99,11 @@ class Calls:
         deadline_s = self._now_s() + budget_s
         fits = self.pace.blocks_in(self._ranks.term_s * VIEW_SHARE, self.layout.block_size)
         some = keys[: min(fits, wire.BATCH_MAX)]
+        if at is None and cancel is None and len(some) == len(keys):
+            near = self._read_near(keys)
+            if near is not None:
+                self.counting.read(near.blocks, len(keys), "absent")
+                return near
         route = Route(self._ranks, some, at)
         asking = self._lookup(some, deadline_s, route, True, cancel)
         await asking.run(route.first())
@@ -234,18 +147,6 @@ class Calls:
         self.tell_counts()
         return GetResult(whole, leading_run(whole), self._ranks.door.held(rooms))
 
-    def get_one_near(self, key: BlockKey, room: Room) -> GetResult | None:
-        """A block that is in the mapped memory of its first owner, without the ado of a batch; None: the long way."""
-        if self._ranks.copies > 1:
-            return None
-        (access, _), *_ = self._ranks.split([key])
-        near = None if access is None else self._near(access)
-        got = None if near is None else near.get_one(key, room)
-        if got is None:
-            return None
-        self.counting.got([got])
-        return GetResult([got], 1)
-
     async def _get_some(
         self,
         keys: Sequence[BlockKey],
@@ -276,31 +177,6 @@ class Calls:
             else:
                 missing[position] = asking.missing.get(index, "absent")
         return missing
-
-    async def _got_here(
-        self,
-        shares: Sequence[Share],
-        keys: Sequence[BlockKey],
-        rooms: Sequence[Room],
-        found: list[Got | None],
-        leading: bool,
-    ) -> list[Share]:
-        """Take what needs no message; the shares of those that do."""
-        left: list[Share] = []
-        for access, positions in shares:
-            local: Sequence[Got | None] = ()
-            if access is not None:
-                mine, theirs = keys, rooms
-                if len(positions) < len(keys):
-                    mine, theirs = [keys[n] for n in positions], [rooms[n] for n in positions]
-                job = functools.partial(self._get_local, access, mine, theirs, leading)
-                local = await self._driver.work(len(mine) * self.layout.block_size, job)
-            for position, one in zip(positions, local, strict=False):
-                found[position] = one
-            rest = [position for position in positions if found[position] is None] if local else positions
-            if rest:
-                left.append((access, rest))
-        return left
 
     def _window(self) -> int:
         fits = self.pace.blocks_in(self._ranks.term_s * COPY_SHARE, self.layout.block_size)
@@ -487,5 +363,4 @@ def _sane(part: Part, found: Found, count: int) -> None:
         part.access.files.good()
 
 
-_HELD = PutResult(Outcome.DUPLICATE)
 _MATCH, _HAS = Question(Op.MATCH, _keys, _take_count), Question(Op.HAS, _keys, _take_flags)

@@ -24,6 +24,7 @@ from kvtool.pool.buffers import Room
 from kvtool.pool.directory import DirectoryReader, Spot, Spots
 from kvtool.pool.halves import in_halves
 from kvtool.pool.memory import SlotMemory
+from kvtool.transfer.checksum import checksum
 
 USES_MAX, USES_S = 256, 0.02
 FEW = 6
@@ -47,6 +48,7 @@ class Nearby:
             ProtocolError: no directory is there, or that of another incarnation.
         """
         self._memory, self._now_s, self._tell = memory, now_s, tell
+        self.generations = memory.generations
         self._directory = DirectoryReader(region, memory, incarnation)
         self._lock = threading.Lock()
         self._uses: list[tuple[int, int]] = []
@@ -119,6 +121,33 @@ class Nearby:
         if got is not None and spot is not None:
             self._used([(spot.slot, spot.facts[0])])
         return got
+
+    def views(
+        self, keys: Sequence[BlockKey], whole: bool, lease: Callable[[Sequence[tuple[int, int]]], None]
+    ) -> list[tuple[int, int, memoryview]] | None:
+        """(slot, generation, bytes) of the leading run of `keys`, checked and in place; None: the rank must be asked.
+        `whole`: only if it is all of them. `lease` is told before they are looked at, and keeps them where they are.
+
+        Raises:
+            Unavailable: from `lease`.
+        """
+        if not keys or not self._directory.trusted(self._now_s()):
+            return None
+        spots = self._directory.look(keys)
+        count = spots.count
+        if not spots.sure or not spots.in_dram[:count].all() or (whole and count < len(keys)):
+            return None
+        slots, facts = spots.slots[:count].tolist(), spots.rows[:count, 4:7].tolist()
+        if not count:
+            return []
+        lease([(slot, generation) for slot, (generation, _, _) in zip(slots, facts, strict=True)])
+        found = []
+        for at, (slot, (generation, length, wanted)) in enumerate(zip(slots, facts, strict=True)):
+            data = self._memory.slot(slot, min(length, self._memory.slot_size)).toreadonly()
+            if checksum(data, keys[at]) != wanted or not self._directory.same(slot, spots.rows[at]):
+                return None
+            found.append((slot, generation, data))
+        return found
 
     def flush(self) -> None:
         """Tell the rank of the uses so far."""

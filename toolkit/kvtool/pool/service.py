@@ -127,6 +127,7 @@ class Service:
             Op.TOUCH: self._touch,
             Op.COUNTED: self._counted,
             Op.STORE: self._store,
+            Op.LEASE: self._lease,
             Op.STATUS: self._status,
             Op.AUDIT: self._audit,
             Op.PING: lambda connection, message, _: connection.send(Op.PING, message.request),
@@ -454,9 +455,20 @@ class Service:
 
     def _touch(self, connection: Connection, message: Message, now_s: float) -> None:
         uses = wire.unpack_touches(message.body)
+        self._check_uses(uses)
+        self.touched += self.store.touch(uses, now_s)
+
+    def _lease(self, connection: Connection, message: Message, now_s: float) -> None:
+        """Blocks that a client found in the directory and reads in place."""
+        number, uses = wire.unpack_lease(message.body)
+        self._check_uses(uses)
+        if self.store.leases.has((connection.owner, number)):
+            raise ProtocolError(f"read {number} is under way already; every read needs a new number")
+        self.store.lease_found((connection.owner, number), uses, now_s)
+
+    def _check_uses(self, uses: list[tuple[int, int]]) -> None:
         if any(slot >= self.store.dram.count for slot, _ in uses):
             raise ProtocolError(f"use of a slot that does not exist; this rank has {self.store.dram.count}")
-        self.touched += self.store.touch(uses, now_s)
         self.bytes_out += self.store.bytes_at(uses)
 
     def scrub_with(self, scrub: Scrub) -> None:

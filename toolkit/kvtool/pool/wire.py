@@ -66,6 +66,7 @@ class Op(IntEnum):
     """A LOOKUP or GATHER whose blocks are sent at once; no lease is left. For what is as quickly sent as asked for."""
     TOUCH = 30
     STORE = 31
+    LEASE = 32
     COPYING = 40
     """What this connection puts from here on are copies that another rank makes, and why."""
     COUNTED = 41
@@ -536,6 +537,18 @@ def unpack_touches(body: Body) -> list[tuple[int, int]]:
     if rest:
         raise ProtocolError(f"touch: wanted records of {_ABORT.size} bytes, found {len(body)}")
     return list(_ABORT.iter_unpack(_records("touch", _ABORT, count, body, 0)))
+
+
+# Lease: the number of a read, and what it found: no answer; released as any other
+
+
+def pack_lease(number: int, uses: Sequence[tuple[int, int]]) -> bytes:
+    return _NUMBER.pack(number) + pack_touches(uses)
+
+
+def unpack_lease(body: Body) -> tuple[int, list[tuple[int, int]]]:
+    (number,) = _head("lease", _NUMBER, body)
+    return number, unpack_touches(body[_NUMBER.size :])
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
