@@ -63,6 +63,9 @@ def up(
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="File of mode 0600: the pool's key; else a new one each time.")
     ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address that ranks listen on; other than loopback only with --key-file.")
+    ] = "127.0.0.1",
     tenants: Annotated[
         Path | None, typer.Option("--tenants", help="YAML list of tenants: name, key_file and quotas.")
     ] = None,
@@ -109,6 +112,7 @@ def up(
         file_key=file_key.absolute() if file_key else None,
         key_file=key_file.absolute() if key_file else None,
         tenants=tenants.absolute() if tenants else None,
+        host=host,
         write=write,
         evict=evict,
         flush_s=_parsed("--flush", flush, parse_seconds),

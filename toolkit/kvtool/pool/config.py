@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ RANKS_MAX = 1024
 class PoolConfig:
     """A pool to start. Sizes in bytes, for each rank; times in seconds.
 
-    `host`: where ranks listen on TCP; anything but loopback is refused for now, since requests there are not encrypted.
+    `host`: where ranks listen on TCP. Anything but loopback wants a `key_file`; see `pool.handshake` for what the key
+    protects there: who is let in, and every request and answer, but not the bytes of blocks.
     `reserve_term_s`: how long a writer may take between reserving a slot and committing it.
     """
 
@@ -115,8 +117,24 @@ class PoolConfig:
                 "pool.tenants: wanted pool.key_file beside it, found none: what keeps tenants apart is derived from "
                 "the pool's key, and must outlive the pool as its files do"
             )
-        if self.host not in ("127.0.0.1", "::1", "localhost"):
-            raise SpecRefused(f"pool.host: wanted a loopback address, found {self.host}; others are not supported yet")
+        self._check_host()
+
+    def _check_host(self) -> None:
+        if self.host == "localhost":
+            return
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise SpecRefused(f"pool.host: wanted an IP address of this host, found {self.host!r:.80}") from None
+        if address.is_unspecified or address.is_multicast:
+            raise SpecRefused(
+                f"pool.host: wanted the address that clients and other ranks connect to, found {self.host}; name it"
+            )
+        if not address.is_loopback and self.key_file is None:
+            raise SpecRefused(
+                f"pool.host: {self.host} can be reached from other hosts, so pool.key_file is wanted beside it, found "
+                "none; clients there need the same key, in a file of mode 0600"
+            )
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Rank:
         self.loop.listen_unix(self._unix)
         host, port = self.loop.listen_tcp(self.config.host)
         if self.config.metrics:
-            self.scrape = Scrape(self.loop, self.config.host, lambda: text([self.service.status()]), time.monotonic)
+            self.scrape = Scrape(self.loop, "127.0.0.1", lambda: text([self.service.status()]), time.monotonic)
         mine = self._state(host, port)
         ranks = self._meeting.meet(mine)
         state = PoolState(
