@@ -89,7 +89,7 @@ class Store(Sources):
                 answers.append(Granted(Grant.WAIT))
             elif entry is not None and entry.transient_s is None:
                 answers.append(Granted(Grant.DUPLICATE))
-            elif entry is None and not evict and self.dram.free <= self.ahead and not self.files.free:
+            elif entry is None and not evict and not self._has_room(now_s):
                 self.counts.refused += 1
                 answers.append(Granted(Grant.FULL))
             else:
@@ -97,6 +97,11 @@ class Store(Sources):
                 answers.append(self._reserve_one(owner, want, now_s))
         self._keep_ahead(now_s)
         return answers
+
+    def _has_room(self, now_s: float) -> bool:
+        """Whether one block more can be kept and none be forgotten for it: a block in both tiers could be in one."""
+        files = 0 if self._stuck(now_s) else self.files.count
+        return len(self._index) < (files if self.through else self.dram.count - self.ahead + files)
 
     def _reserve_one(self, owner: int, want: Want, now_s: float) -> Granted:
         if want.size > self.slot_size or want.size < 1:
