@@ -87,7 +87,11 @@ class PoolSpec(Section):
     )
     lease_term: Seconds = _default("10s", "How long a reader that died can hold a block.")
     copies: int = Field(
-        1, ge=1, le=8, description="Ranks that hold each block; with 2 the death of a rank costs no block."
+        1,
+        ge=1,
+        le=8,
+        description="Ranks that hold each block. The first of them answers a put, the others follow within moments; "
+        "from then on the death of a rank costs no block.",
     )
     metrics: bool = Field(True, description="Whether each rank serves /metrics on a loopback port.")
     namespace: str = Field(

@@ -173,7 +173,11 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True)
 class PutResult:
-    """Per block of a batch, in its order; `reason` is set for REFUSED (pool full, too large) and FAILED (rank gone)."""
+    """Per block of a batch, in its order; `reason` is set for REFUSED (pool full, too large) and FAILED (rank gone).
+
+    STORED and `durable` speak of one rank. A block that is wanted more than once is copied on by that rank as soon as
+    it is stored; were it to die within these moments, the block is lost with it.
+    """
 
     outcome: Outcome
     path: Path | None = None
