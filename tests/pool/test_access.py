@@ -15,7 +15,7 @@ from watching import clean, until
 from kvtool.errors import PoolUnavailable
 from kvtool.pool.base import Outcome
 from kvtool.pool.client import PoolClient
-from kvtool.pool.link import RankSlow
+from kvtool.pool.line import RankSlow
 from kvtool.pool.wire import Op
 
 pytestmark = pytest.mark.real

@@ -1,4 +1,7 @@
-"""The client for asyncio: many calls on one loop, and what a cancelled task leaves behind (nothing)."""
+"""The client for asyncio: many calls on one loop, and what a cancelled task leaves behind (nothing).
+
+Where ranks are stopped, clients come by socket: what they find in mapped memory needs nobody's answer for a while.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def test_a_cancelled_call_gives_back_all_that_it_held(pool, call):
     keys = fresh(b"stop" + call[:2].encode(), 8)
 
     async def main():
-        async with connect_async(pool.run_dir) as client:
+        async with connect_async(pool.run_dir, path="socket") as client:
             await client.write(puts(keys))
             what = {
                 "get_into": lambda: client.get_into(keys, room(8), 10),
@@ -128,7 +131,7 @@ def test_a_hung_pool_costs_one_budget_and_the_loop_goes_on(pool):
     keys = fresh(b"hang", 8)
 
     async def main():
-        async with connect_async(pool.run_dir) as client:
+        async with connect_async(pool.run_dir, path="socket") as client:
             await client.write(puts(keys))
             ticks = 0
 

@@ -38,7 +38,8 @@ def copied(tmp_path_factory):
 
 @pytest.fixture
 def reader(copied):
-    with connect(copied.run_dir, client_name="reader") as client:
+    """By socket: what is found in mapped memory needs nobody's answer for a while."""
+    with connect(copied.run_dir, path="socket", client_name="reader") as client:
         yield client
 
 

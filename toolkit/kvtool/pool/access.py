@@ -23,7 +23,7 @@ from kvtool.pool.base import Path
 from kvtool.pool.breaker import Breaker
 from kvtool.pool.buffers import HostRoom, Room
 from kvtool.pool.lane import Lanes
-from kvtool.pool.link import Line
+from kvtool.pool.line import Line
 from kvtool.pool.memory import SlotMemory, slot_offset
 from kvtool.pool.nearby import Nearby, nearby
 from kvtool.pool.pace import Answers

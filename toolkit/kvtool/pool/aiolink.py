@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from kvtool.errors import Unavailable
 from kvtool.pool import wire
-from kvtool.pool.link import Link, RankDown, RankSlow
+from kvtool.pool.line import RankDown, RankSlow
+from kvtool.pool.link import Link
 from kvtool.pool.wire import Op
 
 UNSENT_MAX = 4 * 2**20

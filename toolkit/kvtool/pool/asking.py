@@ -24,7 +24,7 @@ from kvtool.pool.access import Access
 from kvtool.pool.base import Cancelling, Path
 from kvtool.pool.driver import Asked, Driver
 from kvtool.pool.lane import Lane
-from kvtool.pool.link import RankSlow
+from kvtool.pool.line import RankSlow
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.ranks import Ranks, Route, Share
 from kvtool.pool.wire import Found, Op

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvtool.errors import KvtoolError, ProtocolError
+from kvtool.errors import KvtoolError
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
 from kvtool.pool import wire
@@ -33,11 +33,12 @@ from kvtool.pool.fetching import Fetching
 from kvtool.pool.here import Here
 from kvtool.pool.pace import Pace
 from kvtool.pool.putting import ANSWER_SHARE, Putting
+from kvtool.pool.questions import HAS, MATCH, keys_of, take_found, take_gathered
 from kvtool.pool.ranks import Route
 from kvtool.pool.reading import Counting, PoolRead
 from kvtool.pool.single import Single
 from kvtool.pool.told import Untold
-from kvtool.pool.wire import Cut, Found, Op
+from kvtool.pool.wire import Op
 
 ALIVE_S = 1.0
 PROBE_S = 0.25
@@ -45,7 +46,6 @@ WINDOW_MAX = 512
 """Blocks in one part of a `get_into`: many enough to keep every rank busy, few enough to be cancelled soon."""
 VIEW_SHARE, COPY_SHARE = 0.5, 0.25
 """Of a lease term, for the checks of a read in place (the rest is its reader's), and for a copy."""
-_CUTS = {Cut.ABSENT: "absent", Cut.LATE: "timeout", Cut.FULL: "full"}
 
 
 class Calls(Here):
@@ -69,7 +69,7 @@ class Calls(Here):
         while count < len(keys):
             some = keys[count : count + wire.BATCH_MAX]
             route = Route(self._ranks, some, at)
-            asking = Asking(self.setting, some, _MATCH if route.simple else _HAS, route, deadline_s, deadline_s)
+            asking = Asking(self.setting, some, MATCH if route.simple else HAS, route, deadline_s, deadline_s)
             await asking.run(self._matched_here(asking, route, some))
             count += asking.cut
             if asking.cut < len(some):
@@ -82,7 +82,7 @@ class Calls(Here):
         for start in range(0, len(keys), wire.BATCH_MAX):
             some = keys[start : start + wire.BATCH_MAX]
             route = Route(self._ranks, some, at)
-            asking = Asking(self.setting, some, _HAS, route, deadline_s, deadline_s, leading=False)
+            asking = Asking(self.setting, some, HAS, route, deadline_s, deadline_s, leading=False)
             await asking.run(self._had_here(asking, route, some))
             there += [position not in asking.missing for position in range(len(some))]
         return there
@@ -126,15 +126,17 @@ class Calls(Here):
     ) -> GetResult:
         deadline_s = self._now_s() + budget_s
         got: list[Got | None] = [None] * len(keys)
-        left, reason = list(range(len(keys))), "absent"
+        left, reason, most = list(range(len(keys))), "absent", self._window()
         while left:
-            some = left[: self._window()]
+            some = left[:most]
             if self._now_s() >= deadline_s:
                 reason = "timeout"
                 break
             missing = await self._get_some(keys, rooms, got, some, deadline_s, leading, at, cancel)
-            done = len(some) - len(missing)
-            again = [position for position in some if missing.get(position) == "full"] if done else []
+            again = [position for position in some if missing.get(position) == "full"]
+            if again and len(some) == len(again) == 1:
+                again = []
+            most = max(1, len(some) // 4) if again else min(2 * most, self._window())  # what is leased holds room too
             if missing and leading and not again:
                 reason = missing[min(missing)]
                 break
@@ -196,7 +198,7 @@ class Calls(Here):
             return wire.pack_lookup(part.number, wait, part.keys)
 
         def take(part: Part, body: bytes) -> tuple[Sequence[int], str]:
-            left, reason = _take_gathered(part, body) if gather else _take_found(part, body)
+            left, reason = take_gathered(part, body) if gather else take_found(part, body)
             hints = self._ranks.hints
             if part.found is not None and part.found.near:
                 hints.learn(part.names, part.found.near, self._now_s())
@@ -272,7 +274,7 @@ class Calls(Here):
                 return (), ""
 
             await Asking(
-                self.setting, some, Question(op, _keys, take), route, deadline_s, deadline_s, leading=False
+                self.setting, some, Question(op, keys_of, take), route, deadline_s, deadline_s, leading=False
             ).run(shares)
             count += len(gone)
         return count
@@ -320,47 +322,3 @@ class Calls(Here):
         hedges = self.setting.hedges
         breakers, breaks = self._ranks.breakers()
         return replace(counts, breakers=breakers, breaks=breaks, hedges={"asked": hedges.asked, "won": hedges.won})
-
-
-def _keys(part: Part) -> bytes:
-    return b"".join(part.keys)
-
-
-def _take_count(part: Part, body: bytes) -> tuple[Sequence[int], str]:
-    return part.positions[wire.unpack_count(body) :], "absent"
-
-
-def _take_flags(part: Part, body: bytes) -> tuple[Sequence[int], str]:
-    return [
-        at for at, there in zip(part.positions, body.ljust(len(part.keys), b"\0"), strict=False) if not there
-    ], "absent"
-
-
-def _take_found(part: Part, body: bytes) -> tuple[Sequence[int], str]:
-    found = wire.unpack_found(body)
-    count = len(found.hits)
-    _sane(part, found, count)
-    part.at, part.names, part.found = part.positions[:count], part.keys[:count], found
-    return part.positions[count:], _CUTS[found.cut]
-
-
-def _take_gathered(part: Part, body: bytes) -> tuple[Sequence[int], str]:
-    found, indices = wire.unpack_gathered(body)
-    _sane(part, found, max(indices, default=-1) + 1)
-    part.at, part.names = [part.positions[index] for index in indices], [part.keys[index] for index in indices]
-    part.found = found
-    there = set(part.at)
-    return [position for position in part.positions if position not in there], _CUTS[found.cut]
-
-
-def _sane(part: Part, found: Found, count: int) -> None:
-    """What a rank says must be about what it was asked; and what it says of its file tier is remembered."""
-    if count > len(part.keys):
-        raise ProtocolError(f"rank {part.access.state.rank} answered for {count} keys of the {len(part.keys)} asked")
-    if found.cut is Cut.LATE:
-        part.access.files.bad(part.sent_s)
-    elif any(hit[4] for hit in found.hits):
-        part.access.files.good()
-
-
-_MATCH, _HAS = Question(Op.MATCH, _keys, _take_count), Question(Op.HAS, _keys, _take_flags)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvtool.pool.access import Access
 from kvtool.pool.base import Path
-from kvtool.pool.link import Line
+from kvtool.pool.line import Line
 from kvtool.pool.memory import SlotMemory
 
 _T = TypeVar("_T")

@@ -23,7 +23,7 @@ from kvtool.pool.wire import Op, pack_read
 from kvtool.transfer.checksum import seed_of
 
 if TYPE_CHECKING:
-    from kvtool.pool.link import Line
+    from kvtool.pool.line import Line
 
 PIECE = 256 * 1024
 """Received before it is hashed: see `transfer.checksum.STEP`."""

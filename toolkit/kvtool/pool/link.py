@@ -23,91 +23,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvtool.errors import ProtocolError, Refused, Unavailable
 from kvtool.kv.layout import KVLayout
-from kvtool.kv.record import Grant
 from kvtool.pool import wire
-from kvtool.pool.data import tune
 from kvtool.pool.handshake import Knock, Seal, Session, shake
 from kvtool.pool.lane import Lane
-from kvtool.pool.loop import short_path
+from kvtool.pool.line import RankDown, RankSlow
+from kvtool.pool.reach import reach
+from kvtool.pool.requests import PROBES_S, Requests
 from kvtool.pool.state import RankState
-from kvtool.pool.wire import Message, Op, Status
+from kvtool.pool.wire import Op, Status
 
 _T = TypeVar("_T")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RETRY_S = 0.5
 LOOK_S = 0.01
-PROBES_S = (0.5, 8.0)
-"""Between the PINGs to a rank that does not answer: the first interval, and the longest."""
 DIAL_S = 0.1
 """A thread that comes while another one dials waits for that; after so long the rank counts as one that is down."""
 _READ_SIZE = 256 * 1024
 
 
-class RankDown(Unavailable):
-    """The rank's socket is closed, or nobody listens there."""
-
-
-class RankSlow(Unavailable):
-    """No answer in time, now or to the last call."""
-
-
-class Line(Protocol):
-    """What a client needs of a link; `Link` is the real one, and says what each does."""
-
-    state: RankState
-    ucx: bool
-    heard_s: float
-    breaks: int
-
-    @property
-    def usable(self) -> bool: ...
-
-    @property
-    def connected(self) -> bool: ...
-
-    @property
-    def losses(self) -> int: ...
-
-    @property
-    def asked(self) -> int: ...
-
-    @property
-    def broken(self) -> bool: ...
-
-    def start(self, op: Op, body: bytes, deadline_s: float, undo: int = 0) -> int: ...
-
-    def tell(self, op: Op, body: bytes) -> None: ...
-
-    def wait(self, number: int, until_s: float) -> bool: ...
-    def say(self, op: Op, body: bytes, deadline_s: float) -> None: ...
-
-    def finish(self, number: int, deadline_s: float) -> bytes: ...
-
-    def forget(self, number: int, deadline_s: float) -> None: ...
-
-    def call(self, op: Op, body: bytes, deadline_s: float) -> bytes: ...
-
-    def connect(self, deadline_s: float) -> None: ...
-
-    def look(self) -> None: ...
-
-    def begin_writing(self) -> bool: ...
-
-    def end_writing(self) -> None: ...
-
-    def lane(self, deadline_s: float) -> Lane: ...
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class Link:
+class Link(Requests):
     """One connection to a rank, made when first used. Thread-safe. Deadlines are points on `now_s`'s clock, which for
     a real socket must run as time.monotonic() does."""
 
@@ -122,15 +59,12 @@ class Link:
         now_s: Callable[[], float] = time.monotonic,
         tenant: str = "",
     ) -> None:
-        self.state = state
-        self._now_s = now_s
-        self.ucx = ucx
-        self._tenant = tenant
-        self._key, self._layout, self._name, self._on_epoch = key, layout, name, on_epoch
+        super().__init__(now_s, on_epoch)
+        self.state, self.ucx = state, ucx
+        self._key, self._layout, self._name, self._tenant = key, layout, name, tenant
         self._local = state.host == socket.gethostname() and os.access(state.unix, os.R_OK | os.W_OK)
         self._sock: socket.socket | None = None
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # of what follows
         self._arrived = threading.Condition(self._lock)
         self._sending = threading.Lock()
         self._dialling = threading.Lock()
@@ -138,19 +72,11 @@ class Link:
         self._seal: Seal | None = None  # of what we send; under `_sending`
         self._session: Session | None = None
         self._owner = 0
-        self._replies: dict[int, Message] = {}
-        self._kinds: dict[int, tuple[Op, int]] = {}  # of the replies
-        self._asked: dict[int, tuple[Op, int]] = {}  # requests on the way; the int says how to undo a lookup
-        self._given_up: dict[int, tuple[Op, int]] = {}
         self._reading = False
         self._writers = 0  # threads that write into the rank's memory under a reservation of this socket
         self._doomed: list[socket.socket] = []  # to be closed when they are done
-        self._open_since_s: float | None = None  # circuit breaker
-        self._probe_at_s, self._probe_every_s = 0.0, PROBES_S[0]
-        self._doubt_s: float | None = None  # when the first request that was forgotten should have been answered
-        self.breaks = self.losses = 0
-        """How often the breaker opened, and how often a connection ended."""
-        self.heard_s = -1e9
+        self.losses = 0
+        """How often a connection ended."""
         self._dialled_s = -RETRY_S
         self._looked_s = -1e9
         self._closed = False
@@ -173,16 +99,6 @@ class Link:
     @property
     def connected(self) -> bool:
         return self._sock is not None
-
-    @property
-    def broken(self) -> bool:
-        """Whether the breaker is open: the rank let a request time out and was not heard of since."""
-        return self._open_since_s is not None
-
-    @property
-    def asked(self) -> int:
-        """Requests that are on their way."""
-        return len(self._asked)
 
     def start(self, op: Op, body: bytes, deadline_s: float, undo: int = 0) -> int:
         """Send a request; its number, for `finish`. `undo`: the number of the read that a late answer would lease.
@@ -266,17 +182,6 @@ class Link:
         if reply.status is not Status.OK:
             raise Refused(reply.body.decode(errors="replace"))
         return reply.body
-
-    def forget(self, number: int, deadline_s: float) -> None:
-        """Want an answer no more: whenever it comes it is undone, or was here already and is undone now. A rank that
-        says nothing at all until `deadline_s` is taken for one that let a request time out."""
-        with self._lock:
-            reply, kind = self._replies.pop(number, None), self._kinds.pop(number, None)
-            if number in self._asked:
-                self._give_up(number)
-                self._doubt_s = deadline_s if self._doubt_s is None else min(self._doubt_s, deadline_s)
-        if reply is not None and kind is not None:
-            self._undo(*kind, reply)
 
     def connect(self, deadline_s: float) -> None:
         """Make the connection now.
@@ -367,28 +272,7 @@ class Link:
     def _reach(
         self, deadline_s: float, shake_hands: Callable[[socket.socket], _T], bulk: bool = False
     ) -> tuple[socket.socket, _T]:
-        family = socket.AF_UNIX if self._local else socket.AF_INET6 if ":" in self.state.tcp[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(max(0.01, deadline_s - self._now_s()))
-            if self._local:
-                with short_path(Path(self.state.unix)) as path:
-                    sock.connect(path)
-            else:
-                if bulk and self.state.tcp[0] in LOOPBACK:
-                    tune(sock)
-                sock.connect(self.state.tcp)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock, shake_hands(sock)
-        except TimeoutError:
-            sock.close()
-            raise RankSlow(f"rank {self.state.rank} does not answer the handshake in time") from None
-        except OSError as error:
-            sock.close()
-            raise RankDown(f"rank {self.state.rank} cannot be reached: {error.strerror or error}") from None
-        except BaseException:
-            sock.close()
-            raise
+        return reach(self.state, self._local, deadline_s - self._now_s(), shake_hands, bulk)
 
     def _shake_hands(self, sock: socket.socket, deadline_s: float) -> tuple[dict[str, Any], Session]:
         claims = {
@@ -451,37 +335,6 @@ class Link:
         except (OSError, ProtocolError, ValueError):
             self._lost(sock)
 
-    def _take(self, messages: list[Message]) -> None:
-        late = []
-        with self._lock:
-            self._open_since_s = self._doubt_s = None
-            self.heard_s, self._probe_every_s = self._now_s(), PROBES_S[0]
-            for message in messages:
-                kind = self._asked.pop(message.request, None)
-                if kind is not None:
-                    self._replies[message.request], self._kinds[message.request] = message, kind
-                elif message.request in self._given_up:
-                    late.append((*self._given_up.pop(message.request), message))
-        for op, undo, message in late:
-            self._undo(op, undo, message)
-        if messages:
-            self._on_epoch(messages[-1].epoch)
-
-    def _undo(self, op: Op, undo: int, message: Message) -> None:
-        if message.status is not Status.OK:
-            return
-        if op in (Op.LOOKUP, Op.GATHER):
-            self.tell(Op.RELEASE, wire.pack_numbers([undo]))
-        elif op in (Op.RESERVE, Op.STORE):
-            answers, _ = wire.unpack_grants(message.body[2:] if op is Op.STORE else message.body)
-            aborts = [(a.slot, a.generation) for a in answers if a.grant is Grant.GRANTED]
-            if aborts:
-                self.tell(Op.ABORT, wire.pack_aborts(0.0, aborts))
-
-    def _doubtful(self) -> bool:
-        """A request that was forgotten should have been answered by now."""
-        return self._doubt_s is not None and self._now_s() >= self._doubt_s
-
     def _consider(self) -> None:
         """Whether the breaker should open by now, or may close; a probe if one is due. Costs no wait."""
         if self._open_since_s is None and not self._doubtful():
@@ -515,24 +368,6 @@ class Link:
             with self._lock:
                 self._reading = False
                 self._arrived.notify_all()
-
-    def _give_up(self, number: int) -> None:
-        """Under the lock: nobody waits for the answer any more, which is undone if it comes."""
-        self._given_up[number] = self._asked.pop(number)
-        while len(self._given_up) > 1024:
-            del self._given_up[next(iter(self._given_up))]
-
-    def _trip(self) -> None:
-        """Under the lock: a request timed out. Whatever comes from the rank closes the breaker."""
-        now_s = self._now_s()
-        if self._open_since_s is None:
-            self.breaks += 1
-            self._probe_at_s = now_s + self._probe_every_s
-        self._open_since_s, self._doubt_s = now_s, None
-
-    def _open(self) -> None:
-        with self._lock:
-            self._trip()
 
     def _lost(self, sock: socket.socket | None) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtool.kv.block import KEY_SIZE, BlockKey
-from kvtool.pool.link import Line
+from kvtool.pool.line import Line
 from kvtool.pool.wire import Op, pack_aborts
 
 QUICK_S = 0.05

@@ -21,7 +21,7 @@ from typing import Any
 from kvtool.errors import KvtoolError, ProtocolError
 from kvtool.pool import wire
 from kvtool.pool.base import Path, PoolCounts, Tier
-from kvtool.pool.link import Line
+from kvtool.pool.line import Line
 from kvtool.pool.reading import Counting
 
 TELL_S, SAY_S = 1.0, 0.1
