@@ -180,6 +180,16 @@ def test_after_close_everything_is_a_miss(any_pool):
     assert any_pool.drop(keys) == any_pool.delete(keys) == 0
 
 
+def test_a_get_of_far_more_than_memory_goes_on_through_the_files(tmp_path):
+    with EmbeddedPool(LAYOUT, room_for(12), 4 * 2**20, tmp_path) as pool:
+        assert {r.outcome for r in pool.write(puts(KEYS[:150]), 20)} == {Outcome.STORED}
+        buffers = room(150)
+        for leading in (True, False):
+            result = pool.get_into(KEYS[:150], buffers, 20, leading=leading)
+            assert result.count == 150 == result.hits, result.blocks[result.count]
+            assert [bytes(buffer) for buffer in buffers] == [payload(key) for key in KEYS[:150]]
+
+
 CALL = st.tuples(st.sampled_from(["put", "get", "pick", "match", "exists", "delete"]), st.sets(st.integers(0, 9)))
 
 

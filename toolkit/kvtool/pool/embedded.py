@@ -170,10 +170,12 @@ class EmbeddedPool(Verbs):
         left, reason = list(range(len(keys))), "absent"
         if not leading:
             left = self._there(keys)
+        most = len(left)
         while left:
-            hits, held, reason = self._lease([keys[position] for position in left], until_s, cancel)
-            self._copy(left, hits, rooms, got)
-            tried = (got[position] for position in left[: len(hits)])
+            some = left[:most]
+            hits, held, reason = self._lease([keys[position] for position in some], until_s, cancel)
+            self._copy(some, hits, rooms, got)
+            tried = (got[position] for position in some[: len(hits)])
             copied = [one is not None and one.hit for one in tried]
             whole = sum(copied)
             if leading and whole < len(hits):
@@ -181,10 +183,10 @@ class EmbeddedPool(Verbs):
                 for position in left[whole + 1 :]:  # nothing behind a miss counts
                     got[position] = None
             held.release()
-            behind = left[len(hits) :]
-            if (whole < len(hits) and leading) or not (whole and reason == "full"):
+            left, all_there = left[len(hits) :], len(hits) == len(some)
+            if (whole < len(hits) and leading) or not (all_there or (reason == "full" and len(some) > 1)):
                 break
-            left = behind  # the pool is smaller than the batch
+            most = 2 * most if all_there else max(1, len(some) // 4)  # what is leased holds room too
         result = finished(got, reason if leading else "absent")
         self._counting.got(result)
         return GetResult(result, leading_run(result))
