@@ -170,7 +170,8 @@ def test_blocks_come_by_the_other_paths_too(pool, path):
 
     async def main():
         async with connect_async(pool.run_dir, path=path) as client:
-            assert {r.outcome for r in await client.write(puts(keys), 10)} == {Outcome.STORED}
+            results = await client.write(puts(keys), 10)
+            assert {(r.outcome, r.reason) for r in results} == {(Outcome.STORED, "")}
             buffers = room(16)
             result = await client.get_into(keys, buffers, 10)
             assert {got.path.value for got in result.blocks} == {path}

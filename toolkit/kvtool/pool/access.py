@@ -223,6 +223,15 @@ class Access:
         finally:
             self._lock.release()
 
+    def prepare(self) -> None:
+        """What takes time and needs nobody, before the rank is called for `open`.
+
+        Raises:
+            Missing, PoolUnavailable: as `UcxDoor.reader`.
+        """
+        if self.link.ucx and self.state.ucx_metadata:
+            _ = self._door.reader
+
     @property
     def mapped(self) -> SlotMemory | None:
         """The rank's memory for a put, if `writable` has mapped it."""
@@ -278,9 +287,9 @@ class Access:
     def _open_ucx(self, deadline_s: float, introduced: bool) -> Path | None:
         if not self.state.ucx_metadata:
             return None
+        reader = self._door.reader  # takes its time when it is made
         if not introduced:
             self.link.call(Op.PING, b"", deadline_s)  # the rank makes progress for those whom it heard of lately
-        reader = self._door.reader
         try:
             reader.connect(self.peer, bytes.fromhex(self.state.ucx_metadata), deadline_s)
         except Unavailable:

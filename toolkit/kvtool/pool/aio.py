@@ -77,6 +77,7 @@ class AioDriver:
         if access.path in (Path.SHM, Path.SOCKET):
             return access.path
         if link.ucx and access.path is None:
+            await self._thread(access.prepare)
             await self.finish((link, link.start(Op.PING, b"", deadline_s)), deadline_s)
         return await self._thread(lambda: access.open(deadline_s, introduced=True))
 
