@@ -51,7 +51,7 @@ reason (`Got.reason`, `PoolCounts.misses`).
 
 To read in order: `base` (what a pool is to its callers), `memory` and `tiers` (slots and moves), `embedded` (all of it
 in one process); a rank: `wire`, `loop`, `service`, `dial`, `membership`, `meeting`, `rank`; who starts it again:
-`keeper`, `keeping`, `resize`; a client: `outside`, `line`, `requests`, `link`, `access`, `ranks`, then a call: `driver`,
+`keeper`, `keeping`, `resize`; a client: `outside`, `line`, `requests`, `link`, `access`, `ranks`, a call: `driver`,
 `asking`, `questions`, `fetching`, `putting`, `here`, `calls`, and its two shells: `client`, `aio`; and `joining`,
 `config`, `state`, `rundir`, `launch` (starting and stopping).
 """
