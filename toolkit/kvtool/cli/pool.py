@@ -95,7 +95,7 @@ def up(
     name: Annotated[str, typer.Option("--name", help="Name of the pool; its block files carry it.")] = "pool",
     run_dir: RunDir = None,
 ) -> None:
-    """Start a pool; returns when every rank answers."""
+    """Start a pool, and a keeper that starts dead ranks again; returns when every rank answers."""
     folder = _folder(run_dir)
     if pool_runs(folder) and not _keeper_is_well(folder):
         attach_keeper(folder)
