@@ -108,7 +108,7 @@ def test_machine_that_has_everything_has_no_failed_finding(healthy: Host) -> Non
         ({"bin": Path("/nowhere")}, "mpiexec", "missing", "not on PATH", r"kvtool\[mpi\]"),
         ({"run": instead("import MPI", Ran(0, "4.1.2 on MPICH 5.0"))}, "mpi4py", "wrong", "wanted Open MPI", "mpi"),
         ({"version": without("nixl-cu13")}, "NIXL", "missing", "only shared memory and sockets", r"kvtool\[ucx\]"),
-        ({"run": instead("nixl_agent", Ran(1, "NIXL_ERR_BACKEND"))}, "NIXL", "wrong", "NIXL_ERR_BACKEND", "ucx"),
+        ({"run": instead("transfer.nixl", Ran(1, "NIXL_ERR_BACKEND"))}, "NIXL", "wrong", "NIXL_ERR_BACKEND", "ucx"),
         ({"environ": {"PATH": "", "UCX_TLS": "posix,cma"}}, "UCX transports", "wrong", "leaves out tcp",
          "UCX_TLS=posix,cma,tcp"),
         ({"shm_free": 64 * 2**20}, "/dev/shm", "wrong", "64.0 MiB free; wanted 640.0 MiB", "--shm-size=640m"),

@@ -243,11 +243,7 @@ def check_nixl(host: Host) -> Finding:
     package = next((name for name in ("nixl-cu13", "nixl-cu12") if host.version(name)), None)
     if package is None:
         return Finding("NIXL", State.MISSING, "not installed; blocks then cross only shared memory and sockets", fix)
-    module = package.replace("-", "_")
-    code = (
-        f"from {module}._api import nixl_agent, nixl_agent_config as c; "
-        "a = nixl_agent('doctor', c(enable_prog_thread=False, backends=['UCX'])); print('UCX backend')"
-    )
+    code = "from kvtool.transfer.nixl import make_agent; make_agent('doctor'); print('UCX backend')"
     ran = host.python_probe(code)
     if ran.code != 0:
         return Finding("NIXL", State.WRONG, f"{package}'s UCX backend does not start: {_why(ran)}", fix)
