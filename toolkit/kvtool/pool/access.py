@@ -45,7 +45,7 @@ UCX_SETTLE_S = 2.0
 STAGING_SIZE = 128 * 2**20
 STAGING_BLOCKS_MIN = 16
 AT_ONCE_SIZE = 8 * 2**20
-PREFAULT_MAX = 2**30
+PREFAULT_MAX = 64 * 2**20
 """Larger segments are faulted in aside: the first call has a budget too."""
 
 
