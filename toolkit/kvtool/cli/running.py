@@ -61,7 +61,7 @@ def stop_all(state_dir: Path) -> None:
     deployment = (read_state_or_nothing(state_dir) or {}).get("deployment", "")
     until_s = time.monotonic() + STOP_TIMEOUT_S
     while state_dir.is_dir():
-        stop(state_dir)
+        stop(state_dir, purge=True)
         try:
             with locked(state_dir):
                 break
