@@ -95,14 +95,15 @@ class Copier:
     def status(self) -> dict[str, Any]:
         """What is owed to other ranks; all 0 when every block is where it belongs, as often as it is wanted."""
         rules = self.rules
+        left = rules.left + len(self._tiers.arrivals or ())
         return {
             "owed": rules.outbox.pending,
             "flying": rules.outbox.flying,
             "flying_bytes": rules.outbox.bytes_flying,
             "homeless": rules.homeless,
-            "left": rules.left,
+            "left": left,
             "leaving": rules.leaving,
-            "empty": rules.leaving and rules.left == 0,
+            "empty": rules.leaving and left == 0,
             "near": self.hot.near,
             "counts": asdict(rules.counts),
         }
