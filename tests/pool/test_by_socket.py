@@ -14,6 +14,7 @@ from watching import until
 from kvtool.errors import Refused
 from kvtool.kv.record import Grant, Want
 from kvtool.pool import data as data_module
+from kvtool.pool import link as link_module
 from kvtool.pool import wire
 from kvtool.pool.base import Outcome, Path, Put
 from kvtool.pool.client import PoolClient
@@ -328,3 +329,29 @@ def test_data_connections_are_counted_and_the_dead_ones_make_room(lone, raw):
     raw.sock.close()
     until(lambda: lone.do(lambda: len(lone.service.lanes)) == 0, 3, "they end with their client")
     [sock.close() for sock in socks]
+
+
+def test_between_hosts_blocks_carry_tags_and_a_changed_one_is_no_block(lone, monkeypatch):
+    """As to a rank on another host; somebody on the way shows an old block for a new one, checksum and all."""
+    monkeypatch.setattr(link_module, "LOOPBACK", ())
+    client = PoolClient(lone.state_file(far=True), LAYOUT, client_name="far")
+    assert {r.outcome for r in client.write(puts(KEYS[:6]))} == {Outcome.STORED}
+    buffers = [bytearray(MOST) for _ in range(6)]
+    assert client.get_into(KEYS[:6], buffers).count == 6
+    assert [bytes(buffer) for buffer in buffers] == [payload(key) for key in KEYS[:6]]
+    with client.read(KEYS[:6]) as read:
+        assert [bytes(block.data) for block in read.blocks] == [payload(key) for key in KEYS[:6]]
+    broken = lone.do(lambda: lone.service.lanes.counts["broken"])
+    with monkeypatch.context() as change:
+        honest = data_module.tag_of
+        change.setattr(
+            data_module, "tag_of", lambda key, preface, at, block: honest(key, preface, at + (at == 2), block)
+        )
+        result = client.get_into(KEYS[:6], buffers, budget_s=5)
+        assert result.count == 2 and client.counts().misses
+        stored = [r.outcome for r in client.write(puts(KEYS[20:24]), 5)]
+        assert stored == [Outcome.FAILED] * 4, "none of a transfer that was tampered with"
+    assert lone.do(lambda: lone.service.lanes.counts["broken"]) > broken
+    until(lambda: quiet(lone), 3, "nothing stays held")
+    assert client.get_into(KEYS[:6], buffers).count == 6
+    client.close()

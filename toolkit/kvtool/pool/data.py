@@ -11,11 +11,15 @@ end of the client itself.
 
     on a lane, either way: number of the transfer u64, bytes in all u64; then the blocks, one after the other
 
+Between hosts each block is followed by 16 bytes that only the two ends can make (keyed BLAKE3 over the transfer, the
+block's place in it and its bytes): nobody on the way can change a block, put one in or show an old one. He can read it.
+
 `Lanes` runs on the loop. Of a `Lane`, `_serve` and what it calls run in its thread.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import select
 import socket
@@ -26,14 +30,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from blake3 import blake3
+
 from kvtool.errors import ProtocolError
 from kvtool.kv.record import Holding
 from kvtool.kv.store import Store
+from kvtool.pool.handshake import Session
 from kvtool.pool.memory import SlotMemory
 
 log = logging.getLogger("kvtool.pool")
 
 PREFACE = struct.Struct("<QQ")
+TAG_SIZE = 16
+_PLACE = struct.Struct("<I")
 LANES_MAX, CLIENT_LANES_MAX = 256, 8
 TRANSFERS_MAX = 4
 """Begun on a lane and not over as far as the loop knows: a client has the last byte before the loop hears of it."""
@@ -49,6 +58,25 @@ LOOPBACK_SEND, LOOPBACK_RECEIVE = 128 * 1024, 256 * 1024
 the system's own sizes (which grow to 4 MiB and more, and out of the caches): 1.25x, with them 0.87x."""
 _PIECES_MAX = 512
 """Of one system call; Linux takes 1024."""
+
+
+class Tag:
+    """Of one block of a transfer, made while its bytes are at hand. `key`: of the direction."""
+
+    def __init__(self, key: bytes, preface: bytes, at: int) -> None:
+        self._hash = blake3(preface + _PLACE.pack(at), key=key)
+
+    def add(self, data: memoryview) -> None:
+        self._hash.update(data)
+
+    def value(self) -> memoryview:
+        return memoryview(bytearray(self._hash.digest(length=TAG_SIZE)))
+
+
+def tag_of(key: bytes, preface: bytes, at: int, block: memoryview) -> memoryview:
+    tag = Tag(key, preface, at)
+    tag.add(block)
+    return tag.value()
 
 
 def tune(sock: socket.socket) -> None:
@@ -126,11 +154,19 @@ class Transfer:
 class Lane:
     """One data connection of the client `owner`."""
 
-    def __init__(self, number: int, owner: int, sock: socket.socket, ended: Callable[[Lane, Transfer, bool], None]):
+    def __init__(
+        self,
+        number: int,
+        owner: int,
+        sock: socket.socket,
+        ended: Callable[[Lane, Transfer, bool], None],
+        seal: Session | None = None,
+    ) -> None:
+        """`seal`: blocks carry tags under its keys."""
         self.number, self.owner = number, owner
         self.transfers: list[Transfer] = []
         self.closed = False
-        self._sock, self._ended = sock, ended
+        self._sock, self._ended, self._seal = sock, ended, seal
         self._work: SimpleQueue[Transfer | None] = SimpleQueue()
         bound(sock, STALL_S)
         if sock.family != socket.AF_UNIX and sock.getpeername()[0] == sock.getsockname()[0]:
@@ -145,7 +181,7 @@ class Lane:
         """Send what the socket takes now; whether that is all."""
         assert not self.transfers
         pieces = [memoryview(PREFACE.pack(transfer.number, transfer.size)), *transfer.views]
-        if len(pieces) > _PIECES_MAX or transfer.size > DIRECT_MAX:
+        if len(pieces) > _PIECES_MAX or transfer.size > DIRECT_MAX or self._seal is not None:
             return False
         try:
             sent = self._sock.sendmsg(pieces, [], socket.MSG_DONTWAIT)
@@ -189,15 +225,34 @@ class Lane:
     def _move(self, transfer: Transfer) -> None:
         until_s = time.monotonic() + transfer.allowed_s
         preface = PREFACE.pack(transfer.number, transfer.size)
-        if transfer.sending:
+        if self._seal is not None:
+            self._move_sealed(transfer, self._seal, preface, until_s)
+        elif transfer.sending:
             pieces = transfer.rest if transfer.rest is not None else [memoryview(preface), *transfer.views]
             send_all(self._sock, pieces, until_s)
-            return
+        else:
+            self._expect(preface, until_s)
+            receive_all(self._sock, transfer.views, until_s)
+
+    def _expect(self, preface: bytes, until_s: float) -> None:
         found = memoryview(bytearray(PREFACE.size))
         receive_all(self._sock, [found], until_s)
         if found != preface:
             raise ProtocolError("the client sends something else than it announced")
-        receive_all(self._sock, transfer.views, until_s)
+
+    def _move_sealed(self, transfer: Transfer, seal: Session, preface: bytes, until_s: float) -> None:
+        if not transfer.sending:
+            self._expect(preface, until_s)
+            for at, view in enumerate(transfer.views):
+                tag = memoryview(bytearray(TAG_SIZE))
+                receive_all(self._sock, [view, tag], until_s)
+                if not hmac.compare_digest(tag, tag_of(seal.up, preface, at, view)):
+                    raise ProtocolError("a block was changed on its way")
+            return
+        head = [memoryview(preface)]
+        for at, view in enumerate(transfer.views):
+            send_all(self._sock, [*head, view, tag_of(seal.down, preface, at, view)], until_s)
+            head = []
 
 
 class Lanes:
@@ -236,8 +291,8 @@ class Lanes:
             return f"this rank serves {LANES_MAX} data connections already; try again later"
         return ""
 
-    def open(self, number: int, owner: int, sock: socket.socket) -> None:
-        self._lanes[number] = Lane(number, owner, sock, self._report)
+    def open(self, number: int, owner: int, sock: socket.socket, seal: Session | None) -> None:
+        self._lanes[number] = Lane(number, owner, sock, self._report, seal)
 
     def _free(self, owner: int, number: int) -> Lane:
         lane = self._lanes.get(number)

@@ -1,13 +1,14 @@
 """The client's half of data connections (`pool.data`): one transfer at a time on each, a few of them to every rank.
 
 A read is received straight into the caller's memory, and hashed piece by piece while those are in the cache; a put is
-sent from staging, block by block as they are filled. A lane on which anything went wrong is closed: what comes next on
-it could be the rest of something else.
+hashed and sent likewise. A lane on which anything went wrong is closed: what comes next on it could be the rest of
+something else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import select
 import socket
 import threading
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64
 
 from kvtool.errors import ProtocolError, Unavailable
-from kvtool.pool.data import PREFACE, bound, move
+from kvtool.pool.data import PREFACE, TAG_SIZE, Tag, bound, move
+from kvtool.pool.handshake import Session
 from kvtool.pool.wire import Op, pack_read
 from kvtool.transfer.checksum import seed_of
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 PIECE = 256 * 1024
 """Received before it is hashed: see `transfer.checksum.STEP`."""
+Source = Callable[[], memoryview]
+"""Gives a block's bytes, which stay as they are until the next one is asked for."""
 SPARE_MAX = 4
 """Idle lanes that are kept for the next call."""
 
@@ -38,12 +42,18 @@ class LaneBroken(Unavailable):
 class Lane:
     """One data connection. Not thread-safe: it belongs to whoever took it."""
 
-    def __init__(self, sock: socket.socket, number: int, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        number: int,
+        now_s: Callable[[], float] = time.monotonic,
+        seal: Session | None = None,
+    ) -> None:
         self.number = number
         self.broken = False
         self.owed = False
         """Whether a transfer was asked for that is not in yet."""
-        self._sock, self._now_s = sock, now_s
+        self._sock, self._now_s, self._seal = sock, now_s, seal
         self._transfers = 0
 
     def next_transfer(self) -> int:
@@ -67,15 +77,23 @@ class Lane:
             if PREFACE.unpack(preface) != (self._transfers, sum(map(len, rooms))):
                 raise ProtocolError("the rank sends something else than it was asked for")
             for at, (room, key) in enumerate(zip(rooms, keys, strict=True)):
-                each(at, self._receive(room, key, deadline_s))
+                tag = None if self._seal is None else Tag(self._seal.down, bytes(preface), at)
+                each(at, self._receive(room, key, tag, deadline_s))
         self.owed = False
 
-    def _receive(self, room: memoryview, key: bytes, deadline_s: float) -> int:
+    def _receive(self, room: memoryview, key: bytes, tag: Tag | None, deadline_s: float) -> int:
         hasher = xxh3_64(seed=seed_of(key))
         for at in range(0, len(room), PIECE):
             piece = room[at : at + PIECE]
             self._take(piece, deadline_s)
             hasher.update(piece)
+            if tag is not None:
+                tag.add(piece)
+        if tag is not None:
+            found = memoryview(bytearray(TAG_SIZE))
+            self._take(found, deadline_s)
+            if not hmac.compare_digest(found, tag.value()):
+                raise ProtocolError("a block was changed on its way")
         return hasher.intdigest()
 
     def _take(self, room: memoryview, deadline_s: float) -> None:
@@ -88,12 +106,34 @@ class Lane:
             if got < size and self._now_s() >= deadline_s:
                 raise TimeoutError("it did not come in time")
 
-    def send(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
-        """More of a put.
+    def put(self, blocks: Sequence[tuple[int, bytes, Source]], deadline_s: float) -> list[int]:
+        """Send the blocks that were announced, each (size, key, where it is); the checksum of each.
+
+        What lies in memory is hashed and sent piece by piece, without a copy. Should somebody change it meanwhile, its
+        checksum fails for whoever reads it.
 
         Raises:
-            LaneBroken: not all of it went out by the deadline.
+            LaneBroken: not all of it went out by the deadline. Whatever a `Source` raises.
         """
+        preface, sums = PREFACE.pack(self._transfers, sum(size for size, _, _ in blocks)), []
+        head = [memoryview(preface)]
+        for at, (_, key, source) in enumerate(blocks):
+            data, hasher = source(), xxh3_64(seed=seed_of(key))
+            tag = None if self._seal is None else Tag(self._seal.up, preface, at)
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                hasher.update(piece)
+                if tag is not None:
+                    tag.add(piece)
+                self._send([*head, piece], deadline_s)
+                head = []
+            if tag is not None:
+                self._send([tag.value()], deadline_s)
+            sums.append(hasher.intdigest())
+        self.owed = False
+        return sums
+
+    def _send(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
         with self._care(deadline_s):
             move(self._sock.sendmsg, pieces, deadline_s, self._now_s)
 

@@ -205,9 +205,11 @@ class Link(Requests):
             session, owner = self._session, self._owner
         if session is None:
             raise RankDown(f"rank {self.state.rank} closed the connection")
-        knock = Knock(session.data, {"data": owner}, self.state.identity, self.state.incarnation)
-        sock, (said, _, _) = self._reach(deadline_s, lambda sock: shake(sock, knock, deadline_s), bulk=True)
-        return Lane(sock, said["you"], self._now_s)
+        seal = not self._local and self.state.tcp[0] not in LOOPBACK
+        claims = {"data": owner, "seal": seal}
+        knock = Knock(session.data, claims, self.state.identity, self.state.incarnation)
+        sock, (said, its, _) = self._reach(deadline_s, lambda sock: shake(sock, knock, deadline_s), bulk=True)
+        return Lane(sock, said["you"], self._now_s, its if seal else None)
 
     def begin_writing(self) -> bool:
         """Before bytes are written under a reservation of this link; False when it is lost already."""

@@ -17,7 +17,6 @@ from kvtool.kv.record import Grant, Granted, Want
 from kvtool.pool import wire
 from kvtool.pool.access import UCX_SETTLE_S, Access
 from kvtool.pool.base import Cancelling, Outcome, Path, Put, PutResult
-from kvtool.pool.data import PREFACE
 from kvtool.pool.driver import UCX_SIZE, Driver
 from kvtool.pool.filling import BATCH, fill_room, fill_rooms, outcome_of, refusal
 from kvtool.pool.memory import SlotMemory
@@ -217,27 +216,22 @@ class Putting:
             part.commits.append((grant.slot, grant.generation, sum_))
 
     def _write_socket(self, part: _Part) -> None:
-        """One transfer for all of a rank's blocks; each is sent while it is in the cache, from the same memory."""
+        """One transfer for all of a rank's blocks."""
+        blocks = [self._blocks[position] for position, _ in part.granted]
+        slots = [(grant.slot, grant.generation) for _, grant in part.granted]
         try:
             lane = part.access.lanes.take(self._deadline_s)
         except KvtoolError as error:
             self._fail([position for position, _ in part.granted], str(error))
             return
-        commits = []
         try:
             with self._door.inbox.take([self._layout.block_size], self._deadline_s) as (room,):
-                transfer = lane.next_transfer()
-                slots = [(grant.slot, grant.generation) for _, grant in part.granted]
-                part.access.link.say(Op.WRITE, wire.pack_write(lane.number, transfer, slots), self._deadline_s)
-                size = sum(self._blocks[position].size for position, _ in part.granted)
-                preface = [memoryview(PREFACE.pack(transfer, size))]
-                for position, grant in part.granted:
-                    block = self._blocks[position]
-                    piece = room[: block.size]
-                    commits.append((grant.slot, grant.generation, fill_room(block, piece)))
-                    lane.send([*preface, piece], self._deadline_s)
-                    preface = []
-            part.commits, lane.owed = commits, False
+                body = wire.pack_write(lane.number, lane.next_transfer(), slots)
+                part.access.link.say(Op.WRITE, body, self._deadline_s)
+                sources = [functools.partial(_bytes_of, block, room) for block in blocks]
+                wanted = [(b.size, b.key, source) for b, source in zip(blocks, sources, strict=True)]
+                sums = lane.put(wanted, self._deadline_s)
+            part.commits = [(*slot, sum_) for slot, sum_ in zip(slots, sums, strict=True)]
         except KvtoolError as error:
             self._fail([position for position, _ in part.granted], str(error))
         finally:
@@ -300,3 +294,14 @@ class Putting:
             settle_s = UCX_SETTLE_S if part.path is Path.UCX else 0.0
             part.access.link.tell(Op.ABORT, wire.pack_aborts(settle_s, aborts))
             self._fail([position for position, _ in part.granted], "the put was broken off")
+
+
+def _bytes_of(block: Put, room: memoryview) -> memoryview:
+    """Where they lie, or filled into `room`."""
+    if block.data is not None:
+        if len(block.data) != block.size:
+            raise ValueError(f"put of {block.key.hex()[:16]}: wanted {block.size} bytes, found {len(block.data)}")
+        return block.data
+    piece = room[: block.size]
+    fill_room(block, piece)
+    return piece

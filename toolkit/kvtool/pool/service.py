@@ -177,7 +177,8 @@ class Service:
             return
         client = self.gate.owner_of(hello)
         if client is not None:
-            self.lanes.open(connection.owner, client.owner, connection.loop.detach(connection))
+            seal = connection.session if hello.get("seal") else None
+            self.lanes.open(connection.owner, client.owner, connection.loop.detach(connection), seal)
             return
         connection.name = str(hello.get("name", connection.name))[:200]
         self._names[connection.owner] = connection.name
