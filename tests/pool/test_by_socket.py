@@ -95,10 +95,10 @@ def test_a_fill_that_fails_gives_everything_back(lone, client):
     client.write(puts(KEYS[:1]))
 
     def broken(room) -> None:
-        raise RuntimeError("the source is gone")
+        raise FileNotFoundError("the source is gone")
 
     blocks = [*puts(KEYS[1:3]), Put(KEYS[3], LAYOUT.block_size, broken)]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(FileNotFoundError):
         client.write(blocks)
     until(lambda: quiet(lone), 3, "reservations and slots come back")
     assert client.match(KEYS[:3]) == 1, "a part of a transfer is no block"

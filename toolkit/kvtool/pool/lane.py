@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from xxhash import xxh3_64
 
 from kvtool.errors import ProtocolError, Unavailable
-from kvtool.pool.data import PREFACE, TAG_SIZE, Tag, bound, move
+from kvtool.pool.data import PREFACE, TAG_SIZE, Tag, bound
 from kvtool.pool.handshake import Session
 from kvtool.pool.wire import Op, pack_read
 from kvtool.transfer.checksum import seed_of
@@ -115,27 +115,42 @@ class Lane:
         Raises:
             LaneBroken: not all of it went out by the deadline. Whatever a `Source` raises.
         """
-        preface, sums = PREFACE.pack(self._transfers, sum(size for size, _, _ in blocks)), []
-        head = [memoryview(preface)]
-        for at, (_, key, source) in enumerate(blocks):
-            data, hasher = source(), xxh3_64(seed=seed_of(key))
-            tag = None if self._seal is None else Tag(self._seal.up, preface, at)
-            for start in range(0, len(data), PIECE):
-                piece = data[start : start + PIECE]
-                hasher.update(piece)
-                if tag is not None:
-                    tag.add(piece)
-                self._send([*head, piece], deadline_s)
-                head = []
-            if tag is not None:
-                self._send([tag.value()], deadline_s)
-            sums.append(hasher.intdigest())
+        preface = PREFACE.pack(self._transfers, sum(size for size, _, _ in blocks))
+        with self._care(deadline_s):
+            pass  # from here on calls end by then
+        self._send(memoryview(preface), deadline_s)
+        sums = [
+            self._put(source(), key, None if self._seal is None else Tag(self._seal.up, preface, at), deadline_s)
+            for at, (_, key, source) in enumerate(blocks)
+        ]
         self.owed = False
         return sums
 
-    def _send(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
-        with self._care(deadline_s):
-            move(self._sock.sendmsg, pieces, deadline_s, self._now_s)
+    def _put(self, data: memoryview, key: bytes, tag: Tag | None, deadline_s: float) -> int:
+        hasher = xxh3_64(seed=seed_of(key))
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            hasher.update(piece)
+            if tag is not None:
+                tag.add(piece)
+            self._send(piece, deadline_s)
+        if tag is not None:
+            self._send(tag.value(), deadline_s)
+        return hasher.intdigest()
+
+    def _send(self, data: memoryview, deadline_s: float) -> None:
+        try:
+            sent = self._sock.send(data)
+            while sent < len(data):
+                if self._now_s() >= deadline_s:
+                    raise TimeoutError("it did not go out in time")
+                sent += self._sock.send(data[sent:])
+        except OSError as error:
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> NoReturn:
+        self.close()
+        raise LaneBroken(f"a transfer by socket was broken off: {error or type(error).__name__}") from None
 
     @contextlib.contextmanager
     def _care(self, deadline_s: float) -> Iterator[None]:
