@@ -31,7 +31,7 @@ from kvtool.pool import wire
 from kvtool.pool.handshake import Knock, Seal, Session, shake
 from kvtool.pool.lane import Lane
 from kvtool.pool.line import RankDown, RankSlow
-from kvtool.pool.reach import reach
+from kvtool.pool.reach import LOOPBACK, reach
 from kvtool.pool.requests import PROBES_S, Requests
 from kvtool.pool.state import RankState
 from kvtool.pool.wire import Op, Status
