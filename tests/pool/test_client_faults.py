@@ -61,7 +61,8 @@ def room(count):
 def twice(client: PoolClient, tag: bytes, count: int = COUNT) -> list[bytes]:
     """Blocks that two ranks hold each."""
     keys = [tag + key[len(tag) :] for key in KEYS[:count]]
-    assert {r.outcome for r in client.write(puts(keys))} <= {Outcome.STORED, Outcome.DUPLICATE}
+    results = client.write(puts(keys), 10)
+    assert {(r.outcome, r.reason) for r in results} <= {(Outcome.STORED, ""), (Outcome.DUPLICATE, "")}
     until(lambda: sum(sum(client.exists(keys, at=rank)) for rank in range(3)) == 2 * count, 5, "every block has a copy")
     return keys
 

@@ -32,7 +32,15 @@ pytestmark = pytest.mark.real
 HERE = Path(__file__).parent
 
 
-def test_a_hung_rank_costs_one_budget_and_heals_when_it_goes_on(pool, client):
+@pytest.fixture
+def far(pool):
+    """By socket: what is in mapped memory is found and read without the rank, for as long as its heartbeat is fresh."""
+    with PoolClient(pool.state_file, LAYOUT, path="socket", client_name="far") as client:
+        yield client
+
+
+def test_a_hung_rank_costs_one_budget_and_heals_when_it_goes_on(pool, far):
+    client = far
     client.write(puts(KEYS[:40]), budget_s=10)
     mine, others = keys_of(client, 0, KEYS[:40])[:1], keys_of(client, 1, KEYS[:40])[:1]
     for keys in (mine, others):
@@ -240,7 +248,7 @@ def test_ranks_whose_run_directory_is_gone_end_by_themselves(tmp_path):
 def test_a_killed_rank_is_a_miss_within_a_second_and_a_restarted_pool_is_found(tmp_path):
     config = PoolConfig(LAYOUT, ranks=3, dram_size=room_for(SLOTS), file_size=0, ucx=False)
     handle = start_pool(config, tmp_path)
-    client = PoolClient(handle.state_file, LAYOUT)
+    client = PoolClient(handle.state_file, LAYOUT, path="socket")
     try:
         client.write(puts(KEYS[:60]))
         assert client.match(KEYS[:60]) == 60
