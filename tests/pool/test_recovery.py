@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -180,6 +182,23 @@ def test_whatever_was_killed_down_leaves_nothing(tmp_path):
     assert stop_pool(tmp_path)
     assert rank_processes(tmp_path) == [] and keeper_processes(tmp_path) == []
     assert list(SHM.glob(f"{handle.prefix}*")) == []
+    assert left_in(tmp_path) == ["pool.log"]
+
+
+@real
+@pytest.mark.parametrize("seen", ["launch.json", "pool.json"])
+def test_a_start_that_is_interrupted_leaves_nothing(tmp_path, seen):
+    """While the ranks start, and while the keeper does."""
+    up = "import sys; from kvtool.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    layout = f"layers={LAYOUT.layers},kv_heads={LAYOUT.kv_heads},head_dim={LAYOUT.head_dim},block_tokens=32"
+    sizes = ["--dram-size", "1MiB", "--file-size", "0"]
+    command = [sys.executable, "-c", up, "pool", "up", "--layout", layout, *sizes, "--run-dir", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        until(lambda: (tmp_path / seen).exists() or process.poll() is not None, 60, f"{seen} is there")
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    assert code == 130
+    assert rank_processes(tmp_path) == [] and keeper_processes(tmp_path) == []
     assert left_in(tmp_path) == ["pool.log"]
 
 
