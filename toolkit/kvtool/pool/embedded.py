@@ -354,10 +354,13 @@ class EmbeddedPool(Verbs):
             self._changed.notify_all()
             if self._tiers.files is not None and self._temporary is None:
                 self._flush()
-        if self._tiers.files is not None:
-            close_file(self._tiers.files)
+        files = self._tiers.files
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
+            if files is not None:
+                files.close()
+        elif files is not None:
+            close_file(files)
 
     def _flush(self) -> None:
         flush, until_s = Flush(self._store), time.monotonic() + FLUSH_S
