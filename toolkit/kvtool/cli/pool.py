@@ -14,6 +14,7 @@ import typer
 
 from kvtool.cli import console
 from kvtool.cli.pool_bench import bench
+from kvtool.cli.pool_tenants import COLUMNS, tenant_rows
 from kvtool.cli.pool_top import top
 from kvtool.cli.pool_verify import verify
 from kvtool.config.spec import default_run_dir
@@ -152,6 +153,9 @@ def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
         columns = ["rank", "pid", "state", "DRAM", "files", "leases", "blocks since the start"]
         rows = [_row(rank) for rank in found.ranks]
         console.out().print(console.table(title, columns, rows, right=range(3, 6)))
+        tenants_found = tenant_rows(rank.answer for rank in found.ranks if rank.answer is not None)
+        if tenants_found:
+            console.out().print(console.table("tenants", COLUMNS, tenants_found, right=range(1, len(COLUMNS))))
         for sentence in [rank.why for rank in found.ranks if rank.why] + _alarms(found):
             console.warn(sentence)
         _say_keeper(found)
