@@ -17,6 +17,7 @@ from watching import CONFIG, until
 from kvtool.errors import Refused, SpecRefused
 from kvtool.kv.quota import Quota
 from kvtool.kv.record import Want
+from kvtool.kv.retention import PRIORITY_DEFAULT, Pin, Retention
 from kvtool.pool import wire
 from kvtool.pool.auditlog import AuditLog
 from kvtool.pool.base import Outcome
@@ -224,6 +225,14 @@ def test_the_audit_log_is_bounded_and_does_not_repeat_itself(tmp_path):
     assert (tmp_path / "a").stat().st_size < before + 300
     log.close()
     AuditLog(tmp_path).write("event", "to a directory: counted as a failure, no more")
+
+
+def test_a_tenant_cannot_hold_on_to_memory_more_firmly_than_others_do():
+    greedy = Want(KEYS[1], 5, KEYS[0], 2.0, Retention(100, 60.0, Pin.HARD, 8))
+    (want,) = A.own_wants([greedy])
+    assert want.retention == Retention(PRIORITY_DEFAULT, 60.0) and want.tenant == "alpha"
+    assert (want.key, want.parent, want.size, want.transient_s) == (A.own(KEYS[1]), A.own(KEYS[0]), 5, 2.0)
+    assert A.own_wants([Want(KEYS[1], 5, None, None, Retention(3))])[0].retention == Retention(3)
 
 
 def files(tmp_path: Path, text: str, mode: int = 0o600) -> Path:

@@ -9,6 +9,9 @@ seed its checksum, on both sides alike, and 192 bits remain.
 The memory of a rank shows everybody's blocks, so tenants get neither its segment nor UCX, only blocks by socket, each
 validated by the rank. Nor may they ask what others do (STATUS, AUDIT), or anything that is the operator's (`ALLOWED`).
 
+How firmly blocks are kept is the operator's to say: of a tenant, pins, copies and priorities above the default do not
+count.
+
 The tenants' file lists, in YAML, `name`, `key_file` (mode 0600; beside this file if relative) and, each optional,
 `quota_dram`, `quota_files` (sizes) and `quota_blocks` (a count), for the whole pool: each rank enforces its share.
 """
@@ -27,6 +30,7 @@ from kvtool.errors import SpecRefused
 from kvtool.kv.block import KEY_SIZE, BlockKey
 from kvtool.kv.quota import Quota
 from kvtool.kv.record import Want
+from kvtool.kv.retention import PRIORITY_DEFAULT, Retention
 from kvtool.pool.state import PoolState, write_state
 from kvtool.pool.wire import Op
 from kvtool.units import parse_size
@@ -66,10 +70,17 @@ class Tenant:
                 want,
                 key=self.own(want.key),
                 parent=None if want.parent is None else self.own(want.parent),
+                retention=_modest(want.retention),
                 tenant=self.name,
             )
             for want in wants
         ]
+
+
+def _modest(wanted: Retention) -> Retention:
+    """What a tenant may want of a block: to keep it less firmly than others do, not more, and as often as the pool
+    does. Else its pins, priorities and copies would cost other tenants theirs, past every quota."""
+    return Retention(min(wanted.priority, PRIORITY_DEFAULT), wanted.duration_s)
 
 
 def pad_of(pool_key: bytes, pool_name: str, tenant: str) -> bytes:
