@@ -7,6 +7,8 @@ everything else; hard, it stays. Every pin ends by the clock.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -64,3 +66,44 @@ class Kept:
     def level(self) -> int:
         pinned = self.soft_until_s > 0 or self.hard_until_s > 0
         return self.priority + (PRIORITY_MAX + 1) * pinned
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens from `start` up to but not including `end` (None: to the last), and how they are wanted.
+
+    The fields of TensorRT-LLM's `KvCacheRetentionConfig.TokenRangeRetentionConfig`, durations in seconds.
+    """
+
+    start: int
+    end: int | None
+    priority: int
+    duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.end is not None and self.end <= self.start):
+            raise ValueError(f"token range: wanted 0 <= start < end, found {self.start} to {self.end}")
+        Retention(self.priority, self.duration_s)
+
+
+def for_ranges(
+    ranges: Sequence[TokenRange], tokens: int, block_tokens: int, after: Retention = DEFAULT
+) -> list[Retention]:
+    """The retention of each block of a prompt of `tokens`; `after` is that of blocks that no range reaches.
+
+    A block takes the range of its first token, as TensorRT-LLM's block manager does. `after` stands for its
+    `decode_retention_priority` and `decode_duration_ms` when the blocks were generated.
+
+    Raises:
+        ValueError: ranges overlap.
+    """
+    ordered = sorted(ranges, key=lambda wanted: wanted.start)
+    for one, other in itertools.pairwise(ordered):
+        if one.end is None or one.end > other.start:
+            raise ValueError(f"token ranges overlap: {one.start} to {one.end}, and from {other.start}")
+    blocks = []
+    for first in range(0, tokens, block_tokens):
+        reached = (it for it in ordered if it.start <= first and (it.end is None or first < it.end))
+        wanted = next(reached, None)
+        blocks.append(after if wanted is None else Retention(wanted.priority, wanted.duration_s, copies=after.copies))
+    return blocks

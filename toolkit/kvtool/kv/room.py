@@ -239,7 +239,7 @@ class Room:
         """Let the next victim go; False when there is none, or too many are going already."""
         if self.demoting >= MOVES_MAX and not self._stuck(now_s):
             return False
-        key = self._dram_order.next()
+        key = self._dram_order.next(now_s)
         if key is None:
             return False
         entry = self._index[key]
@@ -316,7 +316,7 @@ class Room:
     def _take_file_slot(self, now_s: float) -> int | None:
         slot = self.files.take("block")
         while slot is None:
-            key = self._file_order.next()
+            key = self._file_order.next(now_s)
             if key is None:
                 return None
             entry = self._index[key]
@@ -411,11 +411,11 @@ class Room:
 
     # Entering, moving, leaving
 
-    def _enter_dram(self, entry: Entry) -> None:
+    def _enter_dram(self, entry: Entry, fresh_until_s: float | None = None) -> None:
         self._list_anew(entry, IN_FILE if entry.state is State.PROMOTING else NOWHERE)
         entry.state = State.COMMITTED
         if not entry.doomed:
-            self._dram_order.enter(entry)
+            self._dram_order.enter(entry, fresh_until_s)
         self._actions.append(Stamp(entry.slot, entry.generation, entry.key, entry.length, entry.checksum))
 
     def _leave_dram(self, entry: Entry, quarantine: str = "", now_s: float = 0.0) -> None:

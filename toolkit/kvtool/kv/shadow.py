@@ -5,8 +5,8 @@ proportion, so that its hit ratio is an estimate of the full cache's: spatial sa
 "Efficient MRC construction with SHARDS" (FAST 2015). The rate follows from the size: caches of a few thousand blocks
 are shadowed whole, since there a sample would be too small to tell policies apart.
 
-The policy in use is changed when another one's ratio was clearly better twice in a row, over some turnovers of the
-cache. On the released traces no policy is best at all sizes, and the best is worth up to twice the hits of LRU.
+The policy in use is changed when another one hit clearly more over the last few turnovers of the cache. On the released
+traces no policy is best at all sizes, and the best is worth up to twice the hits of LRU.
 
 Cost for each use of a block: one comparison; for the share that is sampled, one access to each shadow. Memory: about
 `SAMPLED_MAX` keys for each policy and as many for the curve, twice that with the policies' own memory.
@@ -14,6 +14,7 @@ Cost for each use of a block: one comparison; for the share that is sampled, one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -28,34 +29,51 @@ CURVE_SHARE = 4
 """The curve's shadows see one in so many of the keys that the policies' shadows see."""
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sizes at which the policy in use is shadowed, relative to the cache."""
-WINDOW = 1.0
-"""Uses between two looks at the ratios, relative to the size of the cache."""
-FADE = 0.7
+WINDOW, WINDOW_MIN = 0.25, 2048
+"""Uses between two looks at the shadows: relative to the size of the cache, and at least."""
+FADE = 0.9
 """What is left of earlier counts at each look."""
-BETTER = 0.004
-"""A policy must have so much more of all uses as hits to take over."""
-CONTEST = ("lru", "lru-2", "s3-fifo", "arc", "turn")
+BETTER, SURE = 0.004, 2.0
+"""To take over, a policy must have hit so much more of all uses, and so many standard deviations more than chance."""
+RUN = 16
+"""Blocks of a request are hit or missed together: so many count as one observation when all are sampled."""
+CONTEST = ("turn", "lru", "lru-2", "s3-fifo", "arc")
 """Policies among which `auto` chooses, the first to begin with."""
 
 
 @dataclass
 class Shadow:
+    """One policy at one size. `wins`: hits where the policy in use missed; `losses`: the reverse."""
+
     cache: MiniCache[BlockKey]
+    sure: float = SURE
     hits: float = 0.0
     asked: float = 0.0
+    wins: float = 0.0
+    losses: float = 0.0
 
     @property
     def ratio(self) -> float:
         return self.hits / self.asked if self.asked else 0.0
 
-    def access(self, key: BlockKey, turn: int) -> None:
+    @property
+    def lead(self) -> float:
+        """How much more of all uses it hit; 0 when that may be chance."""
+        more = self.wins - self.losses
+        sure = more > self.sure * math.sqrt(self.wins + self.losses)
+        return more / self.asked if sure else 0.0
+
+    def access(self, key: BlockKey, turn: int) -> bool:
         self.asked += 1
-        if self.cache.access(key, turn):
-            self.hits += 1
+        hit = self.cache.access(key, turn)
+        self.hits += hit
+        return hit
 
     def fade(self) -> None:
         self.hits *= FADE
         self.asked *= FADE
+        self.wins *= FADE
+        self.losses *= FADE
 
 
 @dataclass(frozen=True)
@@ -78,10 +96,10 @@ class Shadows:
         self._rate, self._bound = _sampling(size, 1)
         self._curve_rate, self._curve_bound = _sampling(size, CURVE_SHARE)
         sampled = max(1, round(size * self._rate))
-        self._shadows = {name: Shadow(MiniCache(make(name), sampled)) for name in contest}
+        sure = SURE * math.sqrt(1 + RUN * self._rate)
+        self._shadows = {name: Shadow(MiniCache(make(name), sampled), sure) for name in contest}
         self._curve = self._drawn(policy)
-        self._asked, self._window = 0, max(64, round(WINDOW * sampled))
-        self._ahead: str | None = None
+        self._asked, self._window = 0, max(64, round(max(WINDOW * size, WINDOW_MIN) * self._rate))
 
     def use(self, key: BlockKey, turn: int) -> str | None:
         """A block was used, or missed and brought in. The policy that should take over now, if one should."""
@@ -90,24 +108,31 @@ class Shadows:
                 shadow.access(key, turn)
         if not self._shadows or key >= self._bound:
             return None
+        in_use = self._shadows[self.policy]
+        found = in_use.access(key, turn)
         for shadow in self._shadows.values():
-            shadow.access(key, turn)
+            if shadow is not in_use and shadow.access(key, turn) != found:
+                if found:
+                    shadow.losses += 1
+                else:
+                    shadow.wins += 1
         self._asked += 1
         return self._look() if self._asked >= self._window else None
 
     def _look(self) -> str | None:
         self._asked = 0
-        best = max(self._shadows, key=lambda name: self._shadows[name].ratio)
-        better = self._shadows[best].ratio > self._shadows[self.policy].ratio + BETTER
-        again, self._ahead = better and self._ahead == best, best if better else None
+        best = max(self._shadows, key=lambda name: self._shadows[name].lead)
+        better = self._shadows[best].lead > BETTER
         for shadow in self._shadows.values():
             shadow.fade()
-        return best if again else None
+        return best if better else None
 
     def changed(self, policy: str) -> None:
         """`policy` took over."""
-        self.policy, self._ahead = policy, None
+        self.policy = policy
         self.changes += 1
+        for shadow in self._shadows.values():
+            shadow.wins = shadow.losses = 0.0
         self._curve = self._drawn(policy)
 
     def _drawn(self, policy: str) -> dict[float, Shadow]:

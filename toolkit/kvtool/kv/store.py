@@ -22,6 +22,7 @@ from kvtool.errors import LeaseLapsed
 from kvtool.kv.block import BlockKey
 from kvtool.kv.erasing import Deleting
 from kvtool.kv.lease import ReadId
+from kvtool.kv.order import FRESH_S
 from kvtool.kv.record import (
     Commit,
     Committing,
@@ -36,6 +37,7 @@ from kvtool.kv.record import (
     State,
     Want,
 )
+from kvtool.kv.retention import Retention
 from kvtool.kv.room import SAME_REQUEST_S
 from kvtool.kv.source import Sources
 
@@ -237,7 +239,7 @@ class Store(Sources):
         entry.touched, entry.uses, entry.used_at_s = self._uses, 1, now_s
         self._keeping.begin(entry)
         self._shadow(entry)
-        self._enter_dram(entry)
+        self._enter_dram(entry, now_s + FRESH_S)
 
     def abort(self, owner: int, slot: int, generation: int, now_s: float, settle_s: float = 0.0) -> None:
         """The writer gives up a reservation and will not write any more, after `settle_s` at the latest."""
@@ -422,6 +424,25 @@ class Store(Sources):
         if entry is None or (entry.owner, entry.generation) != (owner, generation) or now_s >= entry.deadline_s:
             return None
         return entry.length
+
+    def retain(self, keys: Iterable[BlockKey], wanted: Retention, now_s: float) -> int:
+        """Want blocks more that are here, as a put of them would; how many there are. A pin is one of these."""
+        entries = self._resident(keys)
+        for entry in entries:
+            self._keeping.put_again(entry, wanted, now_s, stored=True)
+            self._offer(entry)
+        return len(entries)
+
+    def unretain(self, keys: Iterable[BlockKey]) -> int:
+        """Take pins off, whoever set them; how many blocks had one."""
+        unpinned = [entry for entry in self._resident(keys) if self._keeping.unpin(entry)]
+        for entry in unpinned:
+            self._offer(entry)
+        return len(unpinned)
+
+    def _resident(self, keys: Iterable[BlockKey]) -> list[Entry]:
+        entries = (self._index.get(key) for key in keys)
+        return [entry for entry in entries if entry is not None and entry.state is not State.RESERVED]
 
     def drop(self, keys: Iterable[BlockKey], now_s: float) -> int:
         """Forget transient blocks early; one that was put n times goes with the n-th drop."""

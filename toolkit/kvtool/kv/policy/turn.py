@@ -30,6 +30,7 @@ LEARN_EACH = 1024
 """Uses between two rounds of learning."""
 FADE, FADE_AT = 0.5, 8192
 """What is left of old observations, each time that there are so many new ones."""
+RUN_MAX = 16
 AGES = 96
 
 
@@ -93,6 +94,7 @@ class Turn(Policy[K]):
         self._ghosts: Ghosts[K] = Ghosts()
         self._watched: OrderedDict[K, tuple[int, int]] = OrderedDict()  # key -> (kind, since)
         self._watch_at = 0
+        self._run, self._run_left = (0, 0), 0
 
     def admit(self, key: K, turn: int = 0) -> None:
         self._place(key, (self._ghosts.pop(key) or 0) + 1, turn)
@@ -169,8 +171,19 @@ class Turn(Policy[K]):
 
     def victim(self, may_go: MayGo[K] | None = None) -> K | None:
         if self._clock >= self._learn_at:
-            self._learn_at = self._clock + LEARN_EACH
+            self._learn_at = self._clock + max(LEARN_EACH, len(self._blocks) // 2)
             self._learn()
+            self._run_left = 0
+        if self._run_left:
+            self._run_left -= 1
+            key = self._queues[self._run[0]].first(may_go)
+            if key is not None and age_class(self._clock - self._blocks[key][2]) == self._run[1]:
+                return key
+        return self._lowest(may_go)
+
+    def _lowest(self, may_go: MayGo[K] | None) -> K | None:
+        """The oldest of that kind whose oldest has the lowest rate. While those that follow are of the same age class
+        they go without another look at all kinds, for a while."""
         lowest: tuple[float, int] | None = None
         found: K | None = None
         for number, queue in self._queues.items():
@@ -180,6 +193,8 @@ class Turn(Policy[K]):
                 rate = self._kinds[number].rate[age_class(self._clock - last)], last
                 if lowest is None or rate < lowest:
                     lowest, found = rate, key
+                    self._run = number, age_class(self._clock - last)
+        self._run_left = min(len(self._blocks) // 256, RUN_MAX)
         return found
 
     def __contains__(self, key: K) -> bool:
