@@ -19,6 +19,11 @@ def test_it_prints_one_row_a_policy_and_one_column_a_size(capsys: pytest.Capture
     assert "fifo " not in said.out.replace("s3-fifo", "") and "4 replays" in said.err
 
 
+def test_it_says_what_auto_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "cache", SAMPLE, "--policy", "auto", "--sizes", "100"]) == 0
+    assert " at the end, after " in capsys.readouterr().err
+
+
 def test_as_json_every_ratio_has_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "cache", SAMPLE, "--policy", "lru", "--sizes", "500", "--no-tails", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -29,7 +34,7 @@ def test_as_json_every_ratio_has_its_counts(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--policy", "mru"], "--policy mru: wanted one of fifo, lru"),
+        (["--policy", "mru"], "--policy mru: wanted one of auto, fifo, lru"),
         (["--sizes", "1,x"], "--sizes 1,x: wanted block counts"),
         (["--block-tokens", "16"], "tokens make"),
     ],

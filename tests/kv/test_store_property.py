@@ -380,7 +380,7 @@ def test_no_block_is_lost_shown_wrong_or_overwritten_under_a_lease(evict, seed):
 
 def test_the_random_machine_reaches_hits_in_both_tiers():
     machine = Machine(Random(5), slots=8, file_slots=60)
-    for _ in range(3000):
+    for _ in range(4000):
         machine.step()
     assert machine.hits > 200 and machine.promoted_hits > 20
     assert machine.evictions > 0 and machine.pinned > 0

@@ -10,10 +10,13 @@ was there, which is what an engine can skip; *block hits* count every block that
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvtool.kv.block import BlockKey
+from kvtool.kv.policy.base import K
 from kvtool.kv.policy.mini import MiniCache
 from kvtool.sim.trace import BLOCK_TOKENS, Request
 
@@ -46,18 +49,32 @@ def prompts(
     return [request.blocks if tails else request.whole(block_tokens) for request in requests], asked
 
 
-def replay(prompts: Iterable[Sequence[int]], asked: int, cache: MiniCache[int], order: Order = "fwd") -> Hits:
-    """What `cache` would have served of `prompts`."""
+def as_keys(prompts: Iterable[Sequence[int]]) -> list[list[BlockKey]]:
+    """The same prompts with keys as a pool has them: shadows sample by the key."""
+    keys: dict[int, BlockKey] = {}
+    for block in (block for blocks in prompts for block in blocks if block not in keys):
+        keys[block] = hashlib.blake2b(str(block).encode(), digest_size=32).digest()
+    return [[keys[block] for block in blocks] for blocks in prompts]
+
+
+def replay(prompts: Iterable[Sequence[K]], asked: int, cache: MiniCache[K], order: Order = "fwd") -> Hits:
+    """What `cache` would have served of `prompts`.
+
+    The turn of a prompt is one more than that of the prompt which brought in the last block of its cached prefix.
+    """
     prefix_hits = block_hits = 0
     keys, access = cache.keys, cache.access
+    born: dict[K, int] = {}
     for blocks in prompts:
         run = 0
         for block in blocks:
             if block not in keys:
                 break
             run += 1
+        turn = born[blocks[run - 1]] + 1 if run else 1
         prefix_hits += run
         block_hits += run + sum(block in keys for block in blocks[run:])
         for block in blocks if order == "fwd" else reversed(blocks):
-            access(block)
+            if not access(block, turn):
+                born[block] = turn
     return Hits(asked, prefix_hits, block_hits)
