@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from kvtool.kv.record import Grant, Want
 from kvtool.pool import data as data_module
 from kvtool.pool import link as link_module
 from kvtool.pool import wire
+from kvtool.pool.aio import AsyncPoolClient
 from kvtool.pool.base import Outcome, Path, Put
 from kvtool.pool.client import PoolClient
 from kvtool.pool.data import PREFACE
@@ -355,3 +357,20 @@ def test_between_hosts_blocks_carry_tags_and_a_changed_one_is_no_block(lone, mon
     until(lambda: quiet(lone), 3, "nothing stays held")
     assert client.get_into(KEYS[:6], buffers).count == 6
     client.close()
+
+
+def test_the_client_for_asyncio_reads_and_writes_by_socket_too(lone):
+    async def run() -> list[bytes]:
+        client = AsyncPoolClient(lone.state_file(), LAYOUT, path="socket")
+        try:
+            results = await client.write(puts(KEYS[:12]), 10)
+            assert {(r.outcome, r.path) for r in results} == {(Outcome.STORED, Path.SOCKET)}
+            read = await client.read(KEYS[:14], 10)
+            found = [bytes(block.data) for block in read.blocks]
+            read.release()
+            return found
+        finally:
+            await client.close()
+
+    assert asyncio.run(run()) == [payload(key) for key in KEYS[:12]]
+    until(lambda: quiet(lone), 3, "nothing stays held")

@@ -22,7 +22,7 @@ from kvtool.kv.block import BlockKey
 from kvtool.pool import wire
 from kvtool.pool.access import Access
 from kvtool.pool.base import Cancelling, Path
-from kvtool.pool.driver import Asked, Driver
+from kvtool.pool.driver import UCX_SIZE, Asked, Driver
 from kvtool.pool.lane import Lane
 from kvtool.pool.line import RankSlow
 from kvtool.pool.memory import SlotMemory
@@ -180,9 +180,11 @@ class Asking:
             op, body = self._question.op, self._question.pack(part)
             if op in (Op.LOOKUP, Op.GATHER) and access.path is Path.SOCKET and len(mine) <= access.at_once:
                 with contextlib.suppress(KvtoolError):  # else they are asked for when the answer is here
-                    part.lane = access.lanes.take(self._reach_by_s())
-                    transfer = part.lane.next_transfer()
-                    op, body = Op.FETCH, wire.pack_fetch(part.lane.number, transfer, op is Op.GATHER, body)
+                    lane = access.lanes.idle()
+                    if lane is None:
+                        lane = await self._driver.work(UCX_SIZE, self._dial(access))
+                    part.lane, transfer = lane, lane.next_transfer()
+                    op, body = Op.FETCH, wire.pack_fetch(lane.number, transfer, op is Op.GATHER, body)
             part.request = access.link.start(op, body, self._deadline_s, part.number)
         except KvtoolError as error:
             if part is not None:
@@ -190,6 +192,9 @@ class Asking:
             return _why(error)
         self._waiting.append(part)
         return part
+
+    def _dial(self, access: Access) -> Callable[[], Lane]:
+        return lambda: access.lanes.take(self._reach_by_s())
 
     def _reach_by_s(self) -> float:
         """A rank that does not even shake hands must leave time for the others."""

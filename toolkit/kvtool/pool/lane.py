@@ -189,12 +189,14 @@ class Lanes:
         Raises:
             Unavailable, Refused: there is none, and none can be made.
         """
+        return self.idle() or self._dial(deadline_s)
+
+    def idle(self) -> Lane | None:
+        """As `take`, when there is one already; costs no wait."""
         while True:
             with self._lock:
                 lane = self._idle.pop() if self._idle else None
-            if lane is None:
-                return self._dial(deadline_s)
-            if not lane.left():
+            if lane is None or not lane.left():
                 return lane
             lane.close()
 
