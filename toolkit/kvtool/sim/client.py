@@ -64,7 +64,7 @@ class ClientProcess:
             self.calls += 1
             keys = chains()[rng.randrange(len(chains()))]
             deeds = (self._read, self._write, self._write, self._match, self._dawdle, self._transient, self._alive)
-            rng.choices(deeds, (6, 3, 3, 1, 0.5, 1, 0.3))[0](keys[: rng.randint(1, LENGTH)])
+            rng.choices(deeds, (6, 3, 3, 1, 1, 1, 0.3))[0](keys[: rng.randint(1, LENGTH)])
         self.running -= 1
         if not self.running:
             self.close()
@@ -152,7 +152,7 @@ class ClientProcess:
 
     def _dawdle(self, keys: list[BlockKey]) -> None:
         """Use blocks for about as long as the lease lasts, or longer."""
-        self.read(keys, 0.5, self.world.rng.uniform(0.5, 2.0) * self.shape.lease_term_s)
+        self.read(keys, 0.5, self.world.rng.uniform(0.5, 3.0) * self.shape.lease_term_s)
 
     def _match(self, keys: list[BlockKey]) -> None:
         assert self.pool is not None

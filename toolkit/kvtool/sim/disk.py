@@ -35,6 +35,8 @@ class Platter:
         self.holder: Process | None = None
         self.slow_until_s = self.failing_until_s = self.full_until_s = 0.0
         self.lies = False
+        self.used = min(PAGE, world.block_size)
+        """Bytes of a page that matter; rot elsewhere would go by unseen."""
         self.rotten = self.failures = self.cuts = 0
 
     @property
@@ -62,15 +64,16 @@ class Platter:
             self.world.journal.count("disk: unsynced page lost", lost)
 
     def rot(self) -> bool:
-        """One bit of one page turns."""
-        if not self.pages:
-            return False
-        number = self.world.rng.choice(sorted(self.pages))
-        page = bytearray(self.pages[number])
-        page[self.world.rng.randrange(PAGE)] ^= 1 << self.world.rng.randrange(8)
-        self.pages[number] = bytes(page)
-        self.rotten += 1
-        return True
+        """A bit of every tenth page turns, but for the file's head: without that there is no file."""
+        rng, pages = self.world.rng, sorted(number for number in self.pages if number > 1)
+        for number in pages:
+            if rng.random() < 0.1:
+                page = bytearray(self.pages[number])
+                page[rng.randrange(self.used)] ^= 1 << rng.randrange(8)
+                self.pages[number] = bytes(page)
+                self.rotten += 1
+                self.world.journal.count("disk: rotten page")
+        return bool(pages)
 
 
 class SimDisk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvtool.kv.block import BlockKey
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from kvtool.sim.client import ClientProcess
     from kvtool.sim.rank import RankProcess
 
+WAIT_S = 5.0
+"""No client here lets a lookup wait for longer."""
 SLACK_S = 0.5
 """What a call may take beyond its budget."""
 ACCOUNTS_EVERY, DEEP_EVERY = 4, 16
@@ -36,6 +39,7 @@ class Oracles:
         self._steps = 0
         self.slowest_over_s = 0.0
         self._damaged: set[BlockKey] = set()
+        self.stored: set[BlockKey] = set()
 
     def stepped(self, process: Process) -> None:
         """After every step of every process."""
@@ -104,9 +108,6 @@ class Oracles:
 
     def _accounted(self, rank: RankProcess, store: Store) -> None:
         """Every slot in use is accounted for, and has one holder."""
-        lost = store.lost_slots()
-        if lost:
-            raise Broken(f"lost slots: {rank.name} has {lost} slots in use that nothing accounts for")
         holders: dict[int, object] = {}
         for key, entry in store._index.items():
             if entry.slot >= 0:
@@ -116,8 +117,38 @@ class Oracles:
         for entry in store._moves.values():
             if entry.doomed and entry.slot >= 0:
                 self._one_holder(rank, holders, entry.slot, f"doomed {short(entry.key)}")
-        if store.dram.used > store.dram.count or store.files.used > store.files.count:
-            raise Broken(f"cap broken: {rank.name} uses {store.dram.used} of {store.dram.count} slots")
+        self._capped(rank, store, holders)
+        lost = store.lost_slots()
+        if lost:
+            raise Broken(f"lost slots: {rank.name} has {lost} slots in use that nothing accounts for")
+        self._timed(rank, store)
+
+    def _capped(self, rank: RankProcess, store: Store, holders: dict[int, object]) -> None:
+        """Never more slots than there are, in either tier, nor more of what is remembered about blocks."""
+        for tier, cap, used in (
+            ("DRAM", store.dram.count, len(holders)),
+            ("file", store.files.count, sum(entry.file_slot >= 0 for entry in store._index.values())),
+        ):
+            if used > cap:
+                raise Broken(f"cap broken: {rank.name} has blocks in {used} {tier} slots, and the cap is {cap}")
+        beyond = [slot for slot in holders if slot >= store.dram.count]
+        beyond += [entry.file_slot for entry in store._index.values() if entry.file_slot >= store.files.count]
+        if beyond:
+            raise Broken(f"cap broken: {rank.name} gave out slot {beyond[0]}, which lies beyond its cap")
+        if len(store._index) > store.dram.count + store.files.count:
+            raise Broken(f"cap broken: {rank.name} knows {len(store._index)} blocks, more than it has slots for")
+
+    def _timed(self, rank: RankProcess, store: Store) -> None:
+        """Nothing is held for longer than it was granted for: nobody renews what ends by the clock."""
+        for lease in store.leases:
+            if lease.lapses_at_s - lease.granted_at_s > store.leases.term_s + WAIT_S:
+                raise Broken(
+                    f"lease renewed: {rank.name} granted read {lease.read} {store.leases.term_s} s, and it lasts "
+                    f"{lease.lapses_at_s - lease.granted_at_s:.3f} s by now"
+                )
+        for entry in store._reserved.values():
+            if entry.deadline_s - entry.since_s > store.reserve_term_s + SLACK_S:
+                raise Broken(f"reservation renewed: {rank.name}'s of slot {entry.slot}")
 
     def _one_holder(self, rank: RankProcess, holders: dict[int, object], slot: int, who: object) -> None:
         if slot in holders:
@@ -135,6 +166,10 @@ class Oracles:
 
     def put(self, client: ClientProcess, key: BlockKey, result: PutResult, transient_s: float | None) -> None:
         self.world.journal.count(f"put {result.outcome.value}")
+        if result.outcome is Outcome.STORED and not any(key in rank.committed for rank in self.ranks):
+            raise Broken(f"lost ack: {client.name} was told that {short(key)} is stored, and no rank ever stored it")
+        if result.outcome is Outcome.STORED and self.shape.calm and transient_s is None:
+            self.stored.add(key)
         if result.durable:
             self.world.journal.count("put durable")
             for rank in self.ranks:
@@ -151,12 +186,21 @@ class Oracles:
     def died(self, rank: RankProcess) -> None:
         """What the file of a rank that dies now must still have: all that was written, and after a power cut all that
         a client was told is durable."""
-        if rank.rank is None or not self.shape.file_slots:
+        if rank.rank is None:
+            return
+        self._tally(rank.rank.tiers.store)
+        if not self.shape.file_slots:
             return
         index = rank.rank.tiers.store._index
         filed = {key for key, entry in index.items() if entry.file_slot >= 0 and entry.state is not State.DEMOTING}
         rank.acked &= filed
         rank.kept = set(rank.acked) if rank.power_cut else filed
+
+    def _tally(self, store: Store) -> None:
+        """Coverage: how often each rule spoke."""
+        for rule, count in asdict(store.counts).items():
+            if isinstance(count, int) and count:
+                self.world.journal.count(f"rule: {rule}", count)
 
     def recovered(self, rank: RankProcess, store: Store) -> None:
         """A rank starts again, and has found what its file has."""
@@ -192,6 +236,33 @@ class Oracles:
                         "the bytes there are not the block's"
                     )
 
+    # Membership and copies
+
+    def agreed(self, epoch: int) -> bool:
+        return all(rank.rank.members.epoch == epoch for rank in self.ranks if rank.lives and rank.rank is not None)
+
+    def converged(self, epoch_of_client: int) -> None:
+        """All that live know the same view, and so does a client that has just asked them."""
+        epochs = {rank.name: rank.rank.members.epoch for rank in self.ranks if rank.lives and rank.rank is not None}
+        if len({*epochs.values(), epoch_of_client}) > 1:
+            raise Broken(
+                f"views differ: long after all is healed ranks know epochs {epochs}, a client {epoch_of_client}"
+            )
+        serving = {rank.number for rank in self.ranks if rank.lives}
+        for rank in self.ranks:
+            if rank.lives and rank.rank is not None:
+                known = {one.rank for one in rank.rank.members.state.ranks if one.alive}
+                if known != serving:
+                    raise Broken(f"view is wrong: ranks {sorted(serving)} live, and {rank.name} knows {sorted(known)}")
+
+    def copied(self) -> None:
+        """In a calm pool with room for all, each block is on as many ranks as it was wanted on."""
+        wanted = min(self.shape.copies, len(self.ranks))
+        for key in sorted(self.stored):
+            count = sum(rank.store is not None and key in rank.store._index for rank in self.ranks)
+            if count < wanted:
+                raise Broken(f"too few copies: {short(key)} is on {count} ranks of a calm pool, {wanted} were wanted")
+
     # The end
 
     def _held(self, rank: RankProcess, store: Store) -> list[Holding]:
@@ -209,6 +280,7 @@ class Oracles:
             store = rank.store
             if store is None:
                 continue
+            self._tally(store)
             held = self._held(rank, store)
             if held:
                 lines = ", ".join(f"{line.count} {line.kind} of owner {line.owner}" for line in held)

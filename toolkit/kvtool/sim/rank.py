@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.kv.block import BlockKey
+from kvtool.kv.record import Commit
 from kvtool.kv.store import Store
 from kvtool.pool.config import PoolConfig, RankConfig
 from kvtool.pool.directory import segment_size
@@ -73,6 +74,8 @@ class RankProcess:
         self.died_s: float | None = None
         self.acked: set[BlockKey] = set()
         """What clients were told is durable here."""
+        self.committed: set[BlockKey] = set()
+        """What was ever stored here."""
         self.kept: set[BlockKey] = set()
         """What its file must still have when it starts again."""
         self.power_cut = False
@@ -111,6 +114,7 @@ class RankProcess:
                 process.kill()
                 return
             self.rank = rank
+            self._watch_commits(rank.tiers.store)
             self.on_recovery(self, rank.tiers.store)
             rank.run()
             rank.clean_up()
@@ -118,6 +122,19 @@ class RankProcess:
             process.kill()
 
         self.process.spawn(run, "main")
+
+    def _watch_commits(self, store: Store) -> None:
+        """Note what this rank ever stored: an oracle compares that with what clients were told."""
+        commit = store.commit
+
+        def noted(owner: int, slot: int, *rest: Any) -> Commit:
+            done = commit(owner, slot, *rest)
+            entry = store._at[slot]
+            if done is Commit.STORED and entry is not None:
+                self.committed.add(entry.key)
+            return done
+
+        store.commit = noted  # type: ignore[method-assign, assignment]
 
     def _died(self) -> None:
         self.died_s = self.world.sched.now_s

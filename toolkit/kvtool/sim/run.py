@@ -27,7 +27,9 @@ LEAVE_S = 40.0
 """For clients to end what they do: longer than any call and any use of a read."""
 SETTLE_S = 12.0
 """For survivors to agree, links to be dialled again, and what the dead held to be free."""
-PROBE_S = 15.0
+PROBE_S = 60.0
+AGREE_LOOKS_MAX = 50
+"""Half a second each; newcomers take on more keys for 14 s, and each step is another view."""
 TERMS_S, QUIET_S = 6.0, 90.0
 """Longer than the terms of a run, and than anything at all that may be held here: near copies live for 60 s."""
 
@@ -52,6 +54,7 @@ class Run:
         self.world = World(seed, shape_of(Random(seed), steps).delays)
         self.shape: Shape = shape_of(Random(seed), steps)
         self._run_dir = run_dir
+        self.world.block_size = self.shape.layout.block_size
         self.oracles = Oracles(self.world, self.shape)
         hosts = [f"host{number}" for number in range(self.shape.hosts)]
         rng = self.world.rng
@@ -114,17 +117,30 @@ class Run:
         client.prompt = True
         keys = chains()[-1][:1]
         found: list[int] = []
+        epoch: list[int] = []
+        done: list[bool] = []
 
         def probe() -> None:
             client._open()
             client.write(keys, 5.0)
             found.append(client.read(keys, 5.0))
+            assert client.pool is not None
+            while len(epoch) < AGREE_LOOKS_MAX and not self.oracles.agreed(client.pool._ranks.epoch):
+                self.world.sched.call()
+                self.world.sched.sleep(0.5)
+                client.pool.match(keys)
+                epoch.append(client.pool._ranks.epoch)
+            done.append(True)
             client.close()
 
         client.process.spawn(probe, "probe")
-        self._until(lambda: bool(found), PROBE_S)
+        self._until(lambda: bool(done), PROBE_S)
         if any(rank.lives for rank in self.ranks) and found != [len(keys)]:
             raise Broken(f"no recovery: all is healed, and a new client wrote {len(keys)} blocks and read {found}")
+        if epoch:
+            self.oracles.converged(epoch[-1])
+        if self.shape.calm:
+            self.oracles.copied()
 
 
 @contextlib.contextmanager

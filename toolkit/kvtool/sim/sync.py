@@ -48,6 +48,9 @@ class Threads:
     ) -> Thread:
         return Thread(self._sched, target or (lambda: None), name or "thread", args, kwargs or {})
 
+    def Timer(self, interval: float, function: Callable[..., Any], args: Any = None, kwargs: Any = None) -> Timer:
+        return Timer(self._sched, interval, function, args or (), kwargs or {})
+
     def get_ident(self) -> int:
         task = self._sched().current
         return task.number if task is not None else 0
@@ -230,6 +233,30 @@ class Thread:
         while not self._task.over and (until_s is None or sched.now_s < until_s):
             self._task.joined.append(sched.call())
             sched.park(None if until_s is None else until_s - sched.now_s)
+
+
+class Timer(Thread):
+    """A `threading.Timer`."""
+
+    def __init__(
+        self,
+        sched: Callable[[], Scheduler],
+        interval_s: float,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(sched, self._run, "timer", (), {})
+        self._interval_s, self._off = interval_s, False
+        self._target: Callable[[], Any] = lambda: target(*args, **kwargs)
+
+    def cancel(self) -> None:
+        self._off = True
+
+    def _run(self) -> None:
+        self._sched().sleep(self._interval_s)
+        if not self._off:
+            self._target()
 
 
 class VirtualFuture(Future[Any]):

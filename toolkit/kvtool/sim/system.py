@@ -31,7 +31,7 @@ import kvtool.clock
 import kvtool.pool
 import kvtool.transfer
 from kvtool.errors import Refused
-from kvtool.pool import access, membership, process, rank, state
+from kvtool.pool import access, membership, mover, outside, process, rank, state
 from kvtool.sim.disk import SimDisk
 from kvtool.sim.memory import Segment
 from kvtool.sim.net import Socket
@@ -228,13 +228,15 @@ def _threads() -> Threads:
     return Threads(lambda: here().sched)
 
 
-_SLOWER: tuple[tuple[ModuleType, str, Any], ...] = (
+_SLOWER: tuple[tuple[Any, str, Any], ...] = (
+    (outside.Outside, "staging_size", STAGING_SIZE),
+    (mover.Toward, "staging_size", STAGING_SIZE),
     (peer, "_WAIT_S", (20e-6, 2e-3)),
     (rank, "UCX_PROGRESS_S", PROGRESS_S / 2),
     (rank, "TICK_S", 1.0),
     (membership, "MPI_POLL_S", 1.0),
 )
-"""What is looked at less often than in production: that costs virtual time, and the other real time."""
+"""What is smaller, or looked at less often than in production: that costs virtual time, and the other real time."""
 
 
 def _table() -> dict[int, Any]:
@@ -323,9 +325,6 @@ def installed() -> Iterator[None]:
                 setattr(module, name, table[id(value)])
             for function in _functions(module, value):
                 _put_defaults(function, table, undo)
-    init = access.UcxDoor.__init__
-    undo.append((init, "__defaults__", init.__defaults__))
-    init.__defaults__ = (STAGING_SIZE,)
     SimDisk.here, VirtualFuture.here = staticmethod(here), staticmethod(lambda: here().sched)
     undo.append((access.Access, "wants_ucx", vars(access.Access)["wants_ucx"]))
     setattr(access.Access, "wants_ucx", staticmethod(_wants_ucx))  # noqa: B010

@@ -13,13 +13,17 @@ from kvtool.sim.journal import Journal
 from kvtool.sim.net import Delays, Network
 from kvtool.sim.onesided import Agent
 from kvtool.sim.poll import EventFd
-from kvtool.sim.sched import LOOK_S, Process, Scheduler
+from kvtool.sim.sched import LOOK_S, Broken, Process, Scheduler
+
+WRITES_MAX = 400
+"""Of the state file in one run; a rank that starts again makes ten or so, as it takes on more keys."""
 
 
 class World:
     """`rng` decides everything that is left to chance."""
 
     def __init__(self, seed: int, delays: Delays) -> None:
+        self.block_size = 0
         self.seed, self.rng, self.journal = seed, Random(seed), Journal()
         self.sched = Scheduler(self.rng, self.journal)
         self.net = Network(self.sched, delays)
@@ -53,6 +57,10 @@ class World:
         """A state file, replaced whole. Its time says which one it is, as on a disk whose clock is fine enough."""
         write(path, state)
         self._writes += 1
+        if self._writes > WRITES_MAX:
+            raise Broken(
+                f"view never settles: the state file was written {WRITES_MAX} times in {self.sched.now_s:.1f} s"
+            )
         os.utime(path, ns=(self._writes, self._writes))
         self.journal.log("publish", self.process.name, "epoch", state.epoch)
 
