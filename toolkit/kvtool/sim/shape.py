@@ -17,8 +17,8 @@ FAULTS = (
     "rank dies", "rank hangs", "client dies", "client hangs", "path cut", "stream breaks", "half open", "slow network",
     "power cut", "disk slow", "disk fails", "disk full", "disk rots", "disk lies",
 )  # fmt: skip
-CALM_SHARE = 0.1
-"""Runs without any fault: what is put must be found."""
+CALM_SHARE, CALM_SLOTS = 0.1, 256
+"""Runs without any fault, and with room for all: what is put must be found."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ def shape_of(rng: Random, steps: int | None = None) -> Shape:
     clients, threads = rng.randint(1, 3), rng.choice([1, 1, 2])
     think_s = rng.choice([0.002, 0.02, 0.1])
     calls = steps or rng.randint(80, 240)
+    file_slots = rng.choice([0, 8, 24, 64])
     shape = Shape(
         ranks=rng.randint(1, 4),
         hosts=rng.randint(1, 3),
         clients=clients,
         threads=threads,
         layout=KVLayout(1, 1, head_dim, BLOCK_TOKENS, dtype),
-        slots=256 if calm else rng.choice([2, 4, 8, 16, 32]),
-        file_slots=rng.choice([0, 8, 24, 64]),
+        slots=CALM_SLOTS if calm else rng.choice([2, 4, 8, 16, 32]),
+        file_slots=2 * CALM_SLOTS if calm and file_slots else file_slots,
         lease_term_s=rng.choice([0.2, 1.0, 5.0]),
         reserve_term_s=rng.choice([0.2, 1.0, 5.0]),
         lasting_s=max(2.0, calls * think_s / (clients * threads)),
