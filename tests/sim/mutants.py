@@ -26,7 +26,7 @@ class Mutant:
     patches: Callable[[], list[tuple[Any, str, Any]]]
     says: str
     seed: int = 0
-    within: int = 80
+    within: int = 120
 
 
 def _lapsed_lease_accepted() -> list[tuple[Any, str, Any]]:
@@ -167,17 +167,19 @@ def _acked_before_synced() -> list[tuple[Any, str, Any]]:
 
 
 MUTANTS = [
-    Mutant("lapsed lease accepted", _lapsed_lease_accepted, "wrong block served", seed=11),
+    Mutant("lapsed lease accepted", _lapsed_lease_accepted, "wrong block served", seed=68),
     Mutant("lookup renews a lease", _lookup_renews, "lease renewed"),
     Mutant("visible before its bytes are whole", _visible_before_whole, "foreign bytes in a block|no recovery"),
-    Mutant("torn record accepted", _torn_record_accepted, "foreign bytes in a block", seed=56),
-    Mutant("corrupt file copy promoted unchecked", _unchecked_promotion, "foreign bytes in a block", seed=56),
-    Mutant("slot given twice", _double_release, "lost slots"),
+    Mutant("torn record accepted", _torn_record_accepted, "foreign bytes in a block|no recovery", seed=68),
+    Mutant(
+        "corrupt file copy promoted unchecked", _unchecked_promotion, "foreign bytes in a block|no recovery", seed=68
+    ),
+    Mutant("slot given twice", _double_release, "lost slots|slot given twice"),
     Mutant("cap off by one", _cap_off_by_one, "cap broken"),
     Mutant("older incarnation accepted", _older_incarnation_accepted, "view never settles", seed=4),
     Mutant("replica counted twice", _replica_counted_twice, "too few copies", seed=43),
     Mutant("no quarantine for a slow writer", _no_quarantine, "foreign bytes in a block", seed=23),
     Mutant("lost ack treated as stored", _lost_ack_is_stored, "lost ack"),
     Mutant("lapsed commit treated as stored", _lapsed_commit_is_stored, "lost ack", seed=5),
-    Mutant("acknowledged before it is durable", _acked_before_synced, "durable block lost", seed=27),
+    Mutant("acknowledged before it is durable", _acked_before_synced, "durable block lost", seed=38),
 ]
