@@ -10,6 +10,7 @@ from kvtool.kv.block import BlockKey, block_keys
 
 BLOCK_TOKENS = 4
 CHAINS, LENGTH = 24, 10
+NEW_KEY = blake3(b"simulated pool: a block that nobody put before").digest()
 
 
 @cache

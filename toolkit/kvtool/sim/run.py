@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from kvtool.pool.names import CONFIG
-from kvtool.sim.blocks import chains
+from kvtool.sim.blocks import NEW_KEY
 from kvtool.sim.client import ClientProcess
 from kvtool.sim.faults import Faults
 from kvtool.sim.oracles import Oracles
@@ -115,7 +115,7 @@ class Run:
         client = self._client(len(self.clients), self.ranks[0].host)
         self.clients.append(client)
         client.prompt = True
-        keys = chains()[-1][:1]
+        keys = [NEW_KEY]
         found: list[int] = []
         epoch: list[int] = []
         done: list[bool] = []
