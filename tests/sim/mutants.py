@@ -170,9 +170,9 @@ MUTANTS = [
     Mutant("lapsed lease accepted", _lapsed_lease_accepted, "wrong block served", seed=68),
     Mutant("lookup renews a lease", _lookup_renews, "lease renewed"),
     Mutant("visible before its bytes are whole", _visible_before_whole, "foreign bytes in a block|no recovery"),
-    Mutant("torn record accepted", _torn_record_accepted, "foreign bytes in a block|no recovery", seed=68),
+    Mutant("torn record accepted", _torn_record_accepted, "foreign bytes in a block|no recovery", seed=119),
     Mutant(
-        "corrupt file copy promoted unchecked", _unchecked_promotion, "foreign bytes in a block|no recovery", seed=68
+        "corrupt file copy promoted unchecked", _unchecked_promotion, "foreign bytes in a block|no recovery", seed=119
     ),
     Mutant("slot given twice", _double_release, "lost slots|slot given twice"),
     Mutant("cap off by one", _cap_off_by_one, "cap broken"),
