@@ -25,8 +25,8 @@ from kvtool.sim.world import World, enter, leave
 START_S = 2.0
 LEAVE_S = 40.0
 """For clients to end what they do: longer than any call and any use of a read."""
-SETTLE_S = 12.0
-"""For survivors to agree, links to be dialled again, and what the dead held to be free."""
+SETTLE_S = 16.0
+"""For survivors to agree, and what the dead held to be free: keepalive takes 11 s, and slots settle for 2 s more."""
 PROBE_S = 60.0
 AGREE_LOOKS_MAX = 50
 """Half a second each; newcomers take on more keys for 14 s, and each step is another view."""
