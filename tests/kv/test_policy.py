@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvtool.kv.policy import POLICIES, make
+from kvtool.kv.policy import POLICIES, make, turn
 from kvtool.kv.policy.base import Policy
 from kvtool.kv.policy.changing import CHANGES_MAX, Changing, may_change, settled
 from kvtool.kv.policy.mini import MiniCache
@@ -87,8 +87,9 @@ def test_policies_that_look_twice_resist_a_scan_and_lru_does_not() -> None:
         assert hits(name, keys, 20) > 0.8 * 5 * 400, name
 
 
-def test_turn_learns_which_turn_comes_back() -> None:
+def test_turn_learns_which_turn_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the second turn are used again after 60 others, those of the first never."""
+    monkeypatch.setattr(turn, "TURNS_MAX", 4)
     cache: MiniCache[int] = MiniCache(make("turn"), 40)
     found = 0
     for at in range(3000):

@@ -1,10 +1,12 @@
 """Turn-aware: blocks go by what became of blocks like them.
 
-Blocks are alike when they were used equally often, and last by the same turn of a conversation. For each kind the
-policy learns how long blocks lie until they are used again, and gives each block its best rate: the most hits for each
-unit of time in the cache that keeping it from its present age on, over any span, would bring. The block with the lowest
-rate goes. That protects what proved useful without letting it stay for ever, and drops one-offs at once when room is
-scarce but not when there is plenty. With a single kind this is LRU.
+Blocks are alike when equally many requests used them: in a conversation these are the turns that a block has seen. For
+each kind the policy learns how long blocks lie until they are used again, and gives each block its best rate: the most
+hits for each unit of time in the cache that keeping it from its present age on, over any span, would bring. The block
+with the lowest rate goes. That protects what proved useful without letting it stay for ever, and drops one-offs at once
+when room is scarce but not when there is plenty. With a single kind this is LRU. (The turn of the conversation, counted
+from its first prompt, was tried as a kind of its own, `TURNS_MAX`: it gains nothing once uses are counted, and where a
+prefix has left the cache the count begins anew and is wrong.)
 
 Reuse is predictable within a category of requests (Wang et al., "KVCache cache in the wild", ATC 2025); hits by age,
 and their density, are from Beckmann et al., "LHD" (NSDI 2018); the best rate over all spans is Gittins' index.
@@ -20,7 +22,7 @@ from collections import OrderedDict
 
 from kvtool.kv.policy.base import Ghosts, K, MayGo, Policy, Queue
 
-USES_MAX, TURNS_MAX = 4, 2
+USES_MAX, TURNS_MAX = 4, 1
 WATCHED_MAX = 4096
 HORIZON = 8
 """How long a placement is watched at least, in uses, relative to the blocks in the cache."""
