@@ -101,6 +101,7 @@ def test_readme_keeps_its_order() -> None:
         "Two commands",
         "Five commands to a first answer",
         "Talking to it",
+        "The pool by itself",
         "The life of one request",
         "Rooms, in reading order",
         "What it does not do yet",
