@@ -62,6 +62,7 @@ class Chaos:
         self._full_until_s = 0.0
         self._clients: list[subprocess.Popen[bytes]] = []
         self._sizes: list[tuple[float, int]] = []
+        self._files = _files()
         self.handle = start_pool(SETTINGS, directory)
         self.load = Load(self.handle.state_file, MINE, seed, threads, BUDGET_S)
 
@@ -235,7 +236,7 @@ class Chaos:
             "rank_rss_mb": [round(_rss(pid) / 2**20) for pid, _ in rank_processes(self.directory)],
             "keeper_rss_mb": round(_rss(keeper.pid) / 2**20),
             "client_rss_growth_mb": round(self._growth() / 2**20, 1),
-            "client_files": len(list(Path("/proc/self/fd").iterdir())),
+            "client_files_growth": _files() - self._files,
         }
 
     def _whole(self, ranks: list[int]) -> bool:
@@ -249,6 +250,10 @@ class Chaos:
         third = len(self._sizes) // 3
         early, late = self._sizes[third : 2 * third], self._sizes[2 * third :]
         return min(size for _, size in late) - max(size for _, size in early) if early and late else 0
+
+
+def _files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _rss(pid: int) -> int:

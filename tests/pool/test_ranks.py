@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 
 
 def test_blocks_come_back_byte_for_byte_and_in_place(pool, client):
+    client.delete(KEYS)  # what others put into the pool that the tests share
     assert {r.outcome for r in client.write(puts(KEYS[:12]))} == {Outcome.STORED}
     assert client.match(KEYS[:20]) == 12
     with client.read(KEYS[:20]) as read:
@@ -54,6 +55,7 @@ def test_a_second_put_is_a_duplicate_and_copies_nothing(client):
 
 
 def test_a_process_elsewhere_reads_and_writes_by_ucx(pool, client):
+    client.delete(KEYS)
     client.write(puts(KEYS[:12]))
     done = subprocess.run(
         [sys.executable, HERE / "peer.py", "ucx", pool.state_file], capture_output=True, text=True, timeout=60
