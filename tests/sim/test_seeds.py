@@ -7,7 +7,7 @@ import pytest
 from kvtool.sim.seeds import run_seeds
 from kvtool.sim.shape import FAULTS
 
-SEEDS = 300
+SEEDS = 1000
 HAD = (
     *(f"fault: {kind}" for kind in FAULTS if kind != "slow network"),
     "net: slow message", "net: keepalive gave up", "one-sided: read", "one-sided: write",
@@ -33,6 +33,6 @@ def test_no_oracle_speaks_over_many_seeds() -> None:
 
 
 @pytest.mark.slow
-def test_no_oracle_speaks_over_a_thousand_seeds_more() -> None:
-    found = run_seeds(range(SEEDS, SEEDS + 1000))
+def test_no_oracle_speaks_over_two_thousand_seeds_more() -> None:
+    found = run_seeds(range(SEEDS, SEEDS + 2000))
     assert not found.broken, [(result.seed, result.broken) for result in found.broken]

@@ -294,7 +294,10 @@ class Socket(Pollable):
             if sched.now_s >= until_s:
                 raise TimeoutError("timed out")
             sched.park(min(1.0, until_s - sched.now_s) + 1e-6)
-        sched.sleep(2 * self.net.delay_s(self.process.host, there))
+        away_s = 2 * self.net.delay_s(self.process.host, there)
+        sched.sleep(min(away_s, max(0.0, until_s - sched.now_s)))
+        if away_s > 0 and sched.now_s >= until_s:
+            raise TimeoutError("timed out")
         listener = self.net.listeners.get(name)
         if listener is None or listener.process.dead:
             raise ConnectionRefusedError(111, "Connection refused")
