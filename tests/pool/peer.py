@@ -75,9 +75,10 @@ def holding(state_file: Path) -> dict:
     reserved = 0
     deadline_s = time.monotonic() + 5
     for access in pool._ranks.all():
-        wants = [Want(bytes([access.state.rank, n]) + bytes(30), 100) for n in range(3)]
-        answers, _ = wire.unpack_grants(access.link.call(wire.Op.RESERVE, wire.pack_wants(0, wants), deadline_s))
-        reserved += sum(answer.grant is Grant.GRANTED for answer in answers)
+        for number in range(3):  # one by one: a full rank has each wait for its room
+            wants = wire.pack_wants(2, [Want(bytes([access.state.rank, number]) + bytes(30), 100)])
+            answers, _ = wire.unpack_grants(access.link.call(wire.Op.RESERVE, wants, deadline_s))
+            reserved += sum(answer.grant is Grant.GRANTED for answer in answers)
     print(json.dumps({"read": len(read.blocks), "reserved": reserved}), flush=True)
     threading.Event().wait(60)
     return {}

@@ -53,7 +53,7 @@ log = logging.getLogger("kvtool.pool")
 STOP_TIMEOUT_S = 5.0
 TURN_S = 30.0
 _POLL_S = 0.02
-_BASE_S = 1_700_000_000  # some day, so that eighths of a second fit into 32 bits for long
+_BASE_S = 1_767_225_600  # 2026, so that sixteenths of a second fit into 32 bits until 2034
 _HELLO_S = 1.0
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_")
 """An mpiexec that finds its parent's variables takes itself for one of its ranks, and hangs."""
@@ -287,7 +287,7 @@ def _write_rank_config(config: PoolConfig, run_dir: Path, prefix: str) -> None:
         prefix=prefix,
         name=config.name,
         key=pool_key(config).hex(),
-        base=int((time.time() - _BASE_S) * 8) % 2**32,  # later starts have later epochs, whatever died in between
+        base=int((time.time() - _BASE_S) * 16) % 2**32,  # later starts have later epochs, whatever died in between
         layout=asdict(config.layout),
         dram_size=config.dram_size,
         file_size=config.file_size,
