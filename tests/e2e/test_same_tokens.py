@@ -17,7 +17,7 @@ from kvtool.serve.request import Event, Request
 
 pytestmark = pytest.mark.real
 
-MAX_TOKENS = 16
+MAX_TOKENS = 10
 CHUNK = 512
 
 
