@@ -66,6 +66,17 @@ def test_a_victim_is_always_one_that_may_go_and_every_block_comes_up(name: str, 
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_a_large_tier_of_which_nothing_may_go_gives_no_victim_however_often_it_is_asked(name: str) -> None:
+    policy: Policy[int] = make(name)
+    for key in range(2000):
+        policy.admit(key)
+    assert [policy.victim(lambda key: False) for _ in range(20)] == [None] * 20
+    for key in range(2000):
+        policy.offer(key)
+    assert policy.victim() is not None
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_long_run_remembers_a_bounded_number_of_keys(name: str) -> None:
     cache: MiniCache[int] = MiniCache(make(name), 50)
     for step in range(20_000):

@@ -196,7 +196,7 @@ class Turn(Policy[K]):
                 if lowest is None or rate < lowest:
                     lowest, found = rate, key
                     self._run = number, age_class(self._clock - last)
-        self._run_left = min(len(self._blocks) // 256, RUN_MAX)
+        self._run_left = min(len(self._blocks) // 256, RUN_MAX) if found is not None else 0
         return found
 
     def __contains__(self, key: K) -> bool:
