@@ -6,14 +6,11 @@ Where ranks are stopped, clients come by socket: what they find in mapped memory
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import threading
 
 import pytest
 from blocks import KEYS, LAYOUT, payload, puts
-from watching import CONFIG, clean, held, until
+from watching import CONFIG, clean, held, stopped, until
 
 from kvtool.pool import Outcome, Put, connect_async
 
@@ -28,17 +25,6 @@ def room(count):
 
 def fresh(tag: bytes, count: int) -> list[bytes]:
     return [tag + key[len(tag) :] for key in KEYS[:count]]
-
-
-@contextlib.contextmanager
-def stopped(pids):
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 async def _cleaned(pool, client, what: str) -> None:

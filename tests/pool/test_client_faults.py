@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 
 import pytest
 from blocks import KEYS, LAYOUT, payload, puts, room_for
-from watching import clean, keys_of, slot_of, until
+from watching import clean, keys_of, slot_of, stopped, until
 
 from kvtool.pool import Cancel, PoolClient, connect
 from kvtool.pool.base import Outcome, Tier
@@ -41,17 +40,6 @@ def reader(copied):
     """By socket: what is found in mapped memory needs nobody's answer for a while."""
     with connect(copied.run_dir, path="socket", client_name="reader") as client:
         yield client
-
-
-@contextlib.contextmanager
-def stopped(pids):
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def room(count):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,6 +26,17 @@ def until(true, within_s: float, what: str):
         assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
         time.sleep(0.01)
     return value
+
+
+@contextlib.contextmanager
+def stopped(pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def found(client: PoolClient, keys: list[bytes]) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from kvtool.errors import PoolUnavailable, SpecRefused
+from kvtool.errors import PoolUnavailable
 from kvtool.kv.block import BlockKey
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.retention import DEFAULT, Retention
@@ -28,7 +28,7 @@ from kvtool.pool.asking import Setting
 from kvtool.pool.base import Cancelling, GetResult, Path, PoolCounts, Put, PutResult
 from kvtool.pool.buffers import host_room, rooms_of
 from kvtool.pool.calls import Calls
-from kvtool.pool.client import PATHS, tell_of_forks
+from kvtool.pool.client import check_path, tell_of_forks
 from kvtool.pool.driver import Asked
 from kvtool.pool.memory import SlotMemory
 from kvtool.pool.moving import transfer
@@ -163,8 +163,7 @@ class AsyncPoolClient:
         outside: AioOutside | None = None,
         namespace: str = "",
     ) -> None:
-        if path not in PATHS:
-            raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
+        check_path(path)
         self.layout = layout
         outside = outside or AioOutside(FilePath(state_file), layout, path, client_name)
         self._driver = AioDriver(outside.now_s)

@@ -39,6 +39,15 @@ from kvtool.transfer.landing import Landing
 PATHS = ("auto", "shm", "ucx", "socket")
 
 
+def check_path(path: str) -> None:
+    """
+    Raises:
+        SpecRefused: there is no such way to a pool.
+    """
+    if path not in PATHS:
+        raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
+
+
 class PoolClient(Verbs):
     """A `pool.base.Pool` over the ranks that `state_file` names. Thread-safe, and without threads of its own.
 
@@ -66,8 +75,7 @@ class PoolClient(Verbs):
         outside: Outside | None = None,
         namespace: str = "",
     ) -> None:
-        if path not in PATHS:
-            raise SpecRefused(f"pool.path: wanted auto, shm, ucx or socket, found {path!r}")
+        check_path(path)
         self.layout = layout
         self._outside = outside or Outside(FilePath(state_file), layout, path, client_name)
         self._name, self._namespace, self._closed = client_name, namespace, False
