@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-ASSETS = ("engines", "plugins", "triton_models")  # as in toolkit/kvtool/assets.py
+ASSETS = ("engines", "triton_models")  # as in toolkit/kvtool/assets.py
 
 
 class BuildWithAssets(build_py):

@@ -33,7 +33,7 @@ def test_checkout_uses_the_folders_where_they_stand(name: str) -> None:
 
 
 def test_unknown_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match="wanted one of engines, plugins, triton_models, got 'tests'"):
+    with pytest.raises(ValueError, match="wanted one of engines, triton_models, got 'tests'"):
         asset_dir("tests")
 
 
@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
-    for name in ("toolkit", *ASSETS):
+    for name in ("toolkit", "plugins", *ASSETS):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     return copy
@@ -87,6 +87,7 @@ def test_wheel_brings_the_folders_and_finds_them_once_installed(source: Path, tm
         assert Path(folder).is_relative_to(site)
         assert relative_files(Path(folder)) == relative_files(ROOT / name)
     with zipfile.ZipFile(wheel) as archive:
+        assert {"kvtool_trtllm/meta.py", "kvtool/engine/trtllm/api.json"} <= set(archive.namelist())
         assert not [name for name in archive.namelist() if name.endswith((".gguf", ".safetensors", ".pyc"))]
 
 

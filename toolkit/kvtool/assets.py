@@ -1,4 +1,4 @@
-"""Where the folders that ship with kvtool lie: engine recipes, plugins and Triton models.
+"""Where the folders that ship with kvtool lie: engine recipes and Triton models.
 
 They stand at the top of the repository, since people read them more than they import them. A wheel carries copies
 inside the package; a checkout (editable install) uses the originals. Callers ask here and never build the path.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtool.errors import Missing
 
-ASSETS = ("engines", "plugins", "triton_models")
+ASSETS = ("engines", "triton_models")
 SHIPPED = "shipped"
 """Folder inside the installed package; `setup.py` fills it when a wheel is built."""
 

@@ -28,6 +28,7 @@ class LayoutFields(BaseModel):
     block_tokens: int
     dtype: str
     order: str = "L2HTD"
+    kv_factor: int = 2
 
     def layout(self) -> KVLayout:
         return KVLayout(**self.model_dump())
