@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvtool.errors import EngineRefused
 from kvtool.kv.layout import KVLayout
@@ -32,6 +32,55 @@ class LayoutFields(BaseModel):
 
     def layout(self) -> KVLayout:
         return KVLayout(**self.model_dump())
+
+
+class CheckpointReference(BaseModel):
+    """The weights that a bundle points at, or that an engine was made of. They stay where they are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    kind: str
+    """`huggingface`, `trtllm` (a TensorRT-LLM checkpoint) or `engine`."""
+    digest: str
+    """BLAKE3 over what `covers` says."""
+    covers: str
+    """`headers`: small files whole; of each weight file its size, its tensors' names, types, shapes and places, and a
+    sample of its bytes. `bytes`: every byte of every file."""
+
+
+class TensorRTLLMFields(BaseModel):
+    """What an engine or bundle for TensorRT-LLM is bound to. `kv_dtype` is TensorRT-LLM's word (auto, fp8, int8); the
+    layout beside it has the bytes'."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    adapter: str
+    """`engine-1.2`, `pytorch-1.2` or `pytorch-1.3`."""
+    version: str
+    tensorrt_version: str | None = None
+    """Of the TensorRT that wrote the engine; a C++ runtime of another version does not load it. None for a bundle."""
+    gpu_arch: str | None = None
+    """Such as sm90; None where nothing is bound to it."""
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1)
+    moe_tensor_parallel: int | None = Field(None, ge=1)
+    moe_expert_parallel: int | None = Field(None, ge=1)
+    kv_dtype: str = "auto"
+    quantisation: str | None = None
+    """As in config.json of the checkpoint or as asked for, such as FP8; None: the model's own dtype."""
+    checkpoint: CheckpointReference
+    max_batch_size: int = Field(ge=1)
+    max_num_tokens: int = Field(ge=1)
+    max_seq_len: int = Field(ge=1)
+    max_beam_width: int = Field(1, ge=1)
+    block_reuse: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, and so GPUs, of one instance."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
 
 class Manifest(BaseModel):
@@ -59,11 +108,20 @@ class Manifest(BaseModel):
     bos_token_id: int | None = None
     chat_template: bool = False
     plugins: list[str] = Field(default_factory=list)
+    tensorrt_llm: TensorRTLLMFields | None = None
+    """There if and only if the target is tensorrt_llm."""
     versions: dict[str, str] = Field(default_factory=dict)
     files: dict[str, int]
     """Name -> size in bytes of every file beside the manifest."""
     digests: dict[str, str]
     """Name -> BLAKE3 of the same files, hex; `kvtool engine verify` reads them again."""
+
+    @model_validator(mode="after")
+    def _section_fits(self) -> Manifest:
+        if (self.target == "tensorrt_llm") != (self.tensorrt_llm is not None):
+            has = "no tensorrt_llm section" if self.tensorrt_llm is None else "a tensorrt_llm section"
+            raise ValueError(f"target {self.target} with {has}")
+        return self
 
     @property
     def layout(self) -> KVLayout:
