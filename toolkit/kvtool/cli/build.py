@@ -13,7 +13,7 @@ from kvtool.units import show_size
 
 def build(
     source: Annotated[
-        str, typer.Argument(help="A recipe's name (smollm2-135m), a Hugging Face directory, or a GGUF file.")
+        str, typer.Argument(help="A recipe's name (smollm2-135m) or file, a Hugging Face directory, or a GGUF file.")
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The engine directory.", show_default="./build/NAME")
@@ -26,9 +26,17 @@ def build(
         int | None, typer.Option(min=1, help="Tokens in a KV block.", show_default="the recipe's, else 32")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace another engine that is there.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what it will need and what fits, from its facts; build nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Turn a checkpoint into an engine directory. Doing it again does nothing."""
+    if explain:
+        from kvtool.cli.build_explain import print_explained
+
+        print_explained(source, target, block_tokens, as_json)
+        return
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     from kvtool.engine.build import build as build_engine

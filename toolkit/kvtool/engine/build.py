@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from kvtool import __version__
 from kvtool.engine.manifest import FILE, LayoutFields, Manifest, read_manifest
-from kvtool.engine.recipe import find_recipe, recipe_names
+from kvtool.engine.recipe import recipe_for, recipe_names
 from kvtool.errors import CheckpointRefused, EngineRefused
 from kvtool.kv.layout import KVLayout
 
@@ -105,7 +105,7 @@ def build(
     force: bool = False,
     progress: Progress | None = None,
 ) -> BuildResult:
-    """Build the engine of `source` (a recipe's name, a Hugging Face directory or a GGUF file) in `out`.
+    """Build the engine of `source` (a recipe's name or file, a Hugging Face directory or a GGUF file) in `out`.
 
     `out` is ./build/<name> when it is None. Building the same inputs again does nothing. `force` replaces another
     engine that is there, in one step.
@@ -118,7 +118,7 @@ def build(
     from kvtool.engine.checkpoint import open_checkpoint
 
     began_s, tell = time.monotonic(), progress or _silent
-    recipe = find_recipe(str(source)) if not Path(source).exists() else None
+    recipe = recipe_for(source)
     if recipe is None and not Path(source).exists():
         raise CheckpointRefused(
             f"{source}: wanted a Hugging Face directory, a GGUF file or a recipe ({', '.join(recipe_names())}), "

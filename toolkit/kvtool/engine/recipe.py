@@ -122,6 +122,18 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in asset_dir("engines").iterdir() if path.suffix in SUFFIXES)
 
 
+def recipe_for(source: str | Path) -> Recipe | None:
+    """The recipe that `source` means, by the name of one that ships with kvtool or the path of a file; else None.
+
+    Raises:
+        CheckpointRefused: the file is there but is no recipe.
+    """
+    path = Path(source)
+    if path.suffix in SUFFIXES and path.is_file():
+        return read_recipe(path)
+    return None if path.exists() else find_recipe(str(source))
+
+
 def find_recipe(name: str) -> Recipe | None:
     """The recipe called `name`, or None.
 

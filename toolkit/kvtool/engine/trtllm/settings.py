@@ -88,6 +88,10 @@ class TrtllmSettings(BaseModel):
         return [None] if self.of("prefill") == self.of("decode") else ["prefill", "decode"]
 
     @property
+    def quantisation_title(self) -> str:
+        return "bfloat16" if self.quantisation == "none" else self.quantisation
+
+    @property
     def stored_parallel(self) -> int:
         """The width under which blocks lie in the pool, so that both roles read them."""
         return lcm(self.of("prefill").tensor_parallel, self.of("decode").tensor_parallel)
