@@ -66,8 +66,8 @@ class Can:
     """Values of transceiver_runtime; empty where there is no such keyword (the C++ one runs)."""
     transceiver_runtime_default: str | None
     transceiver_with_connector: bool
-    """Both in one server. Early versions raise, later ones warn; the release that changed it was not found, so only
-    1.4 is trusted with it."""
+    """Both in one server. Early versions raise, later ones warn; the release that changed it is not known, so none
+    before 1.3 is trusted with it."""
     disk_tier: bool
     """TensorRT-LLM's own disk tier below its host tier."""
     connector_presets: tuple[str, ...]
@@ -238,7 +238,7 @@ def _of(adapter: Adapter, release: Release) -> dict[str, Any]:
         "transceiver_backends": _transceivers(release),
         "transceiver_runtimes": _runtimes(release),
         "transceiver_runtime_default": _runtime_default(release),
-        "transceiver_with_connector": release >= _V1_4,
+        "transceiver_with_connector": new,
         "disk_tier": release >= _DISK,
         "connector_presets": _presets(release),
         "quantised_kv": ("fp8",),
