@@ -117,7 +117,7 @@ def test_exchange_replaces_in_one_step(tmp_path: Path) -> None:
     for folder in (one, other):
         folder.mkdir()
         (folder / "name").write_text(folder.name)
-    building._move(one, other)
+    building.move(one, other)
     assert (other / "name").read_text() == "one"
 
 
@@ -133,7 +133,7 @@ def test_missing_package_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPatch
 def test_unknown_source_and_target_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointRefused, match=r"a recipe \(.*smollm2-135m.*\), found nothing"):
         build("no-such-model")
-    with pytest.raises(EngineRefused, match=r"builds engines for torch \(CPU\) only"):
+    with pytest.raises(EngineRefused, match=r"needs settings for GPUs: kvtool build .* --target tensorrt_llm"):
         build(checkpoint, tmp_path / "out", target="tensorrt_llm")
     with pytest.raises(EngineRefused, match="wanted one of torch, tensorrt_llm, found 'onnx'"):
         build(checkpoint, tmp_path / "out", target="onnx")
@@ -213,7 +213,7 @@ def test_manifest_that_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path)
         ({"schema_version": 99}, "engine schema 99, this kvtool reads schema 1"),
         ({"kv_fingerprint": "00"}, "does not belong to the layout"),
         ({"surprise": 1}, "surprise"),
-        ({"target": "tensorrt_llm"}, "serves torch"),
+        ({"target": "tensorrt_llm"}, r"engine\.json: target tensorrt_llm with no tensorrt_llm section; build"),
     ):
         (out / FILE).write_text(json.dumps(whole | changes))
         with pytest.raises(EngineRefused, match=words):

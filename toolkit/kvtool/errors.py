@@ -7,6 +7,7 @@
     │   ├── EngineRefused       an engine directory that cannot be served
     │   └── RequestRefused      one generation request
     ├── Missing                 a component is not installed; the sentence has the line that installs it
+    ├── BuildFailed             a program that builds an engine failed, or made another; nothing of it was kept
     ├── Unavailable             a peer, server or pool did not answer; trying later may help
     │   ├── PoolUnavailable     no rank of the pool answers
     │   ├── PoolFull            no room, and nothing evictable; the reason is in the sentence
@@ -52,6 +53,10 @@ class RequestRefused(Refused):
 
 
 class Missing(KvtoolError):
+    pass
+
+
+class BuildFailed(KvtoolError):
     pass
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,6 +29,39 @@ def build(
     explain: Annotated[
         bool, typer.Option("--explain", help="Print what it will need and what fits, from its facts; build nothing.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Where a recipe's checkpoint lies.", show_default="the Hugging Face cache")
+    ] = None,
+    role: Annotated[
+        Literal["prefill", "decode"] | None,
+        typer.Option(help="Build for this role only.", show_default="all that the recipe has"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="KEY=VALUE of the recipe's tensorrt_llm block, such as tensor_parallel=4; gpu=h200 at least, where "
+            "there is no recipe.",
+            show_default="the recipe's",
+        ),
+    ] = None,
+    trtllm_version: Annotated[
+        str | None,
+        typer.Option(
+            "--tensorrt-llm-version",
+            help="TensorRT-LLM that will run, such as 1.2.1.",
+            show_default="the recipe's, else what is installed",
+        ),
+    ] = None,
+    digest: Annotated[
+        Literal["headers", "bytes"],
+        typer.Option(
+            help="What of a referenced checkpoint is digested: headers and a sample of each tensor, or every byte."
+        ),
+    ] = "headers",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands and files of a tensorrt_llm build; write nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Turn a checkpoint into an engine directory. Doing it again does nothing."""
@@ -37,6 +70,17 @@ def build(
 
         print_explained(source, target, block_tokens, as_json)
         return
+    target = _target(source, target)
+    if target == "tensorrt_llm":
+        from kvtool.cli.build_trtllm import build_trtllm
+        from kvtool.engine.trtllm.request import Asked
+
+        asked = Asked(source, name, checkpoint, role, trtllm_version, block_tokens, tuple(settings or ()), digest)
+        build_trtllm(asked, out, force=force, dry_run=dry_run, as_json=as_json)
+        return
+    _refuse_for_torch(
+        checkpoint=checkpoint, role=role, set=settings, tensorrt_llm_version=trtllm_version, dry_run=dry_run or None
+    )
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     from kvtool.engine.build import build as build_engine
@@ -63,3 +107,18 @@ def build(
     else:
         done(f"{manifest.name}: already built from these inputs, nothing to do")
     typer.echo(str(result.directory))
+
+
+def _target(source: str, target: str | None) -> str | None:
+    from kvtool.engine.recipe import recipe_for
+
+    recipe = None if target else recipe_for(source)
+    return recipe.target if recipe else target
+
+
+def _refuse_for_torch(**options: object) -> None:
+    from kvtool.errors import SpecRefused
+
+    for name, value in options.items():
+        if value is not None:
+            raise SpecRefused(f"--{name.replace('_', '-')}: for --target tensorrt_llm, this build is for torch")

@@ -87,11 +87,6 @@ def builder(target: str) -> Builder:
         from kvtool.engine.torch.builder import TorchBuilder
 
         return TorchBuilder()
-    if target == "tensorrt_llm":
-        raise EngineRefused(
-            f"--target tensorrt_llm: kvtool {__version__} builds engines for torch (CPU) only; TensorRT-LLM engines "
-            "come with a later version, on a host with a GPU and tensorrt_llm 1.2 or later. Use --target torch"
-        )
     raise EngineRefused(f"--target: wanted one of {', '.join(TARGETS)}, found {target!r}")
 
 
@@ -128,22 +123,27 @@ def build(
     target = target or (recipe.target if recipe else "torch")
     block_tokens = block_tokens or (recipe.block_tokens if recipe else 32)
     out = (out or Path("build") / name).absolute()
+    if target == "tensorrt_llm":
+        raise EngineRefused(
+            f"{name}: target tensorrt_llm is built by kvtool.engine.trtllm.build, which needs settings for GPUs: "
+            f"kvtool build {source} --target tensorrt_llm"
+        )
     made = builder(target)
     path = recipe.source() if recipe else Path(source)
     tell("reading the checkpoint", 0, 0)
     checkpoint = open_checkpoint(path)
     made.check(checkpoint, block_tokens)
     source_digest = checkpoint.digest(FORMAT, target, name, str(block_tokens))
-    there = _engine_at(out, source_digest, force)
+    there = engine_at(out, source_digest, force)
     if there is not None:
         return BuildResult(out, there, built=False, seconds=time.monotonic() - began_s)
-    with _workplace(out) as directory:
+    with workplace(out) as directory:
         parts = made.write(checkpoint, directory, tell)
         manifest = _manifest(checkpoint, parts, directory, name, target, block_tokens, source_digest)
         (directory / FILE).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
         tell("flushing to disk", 0, 0)
-        _flush(directory)
-        _move(directory, out)
+        flush(directory)
+        move(directory, out)
     return BuildResult(out, manifest, built=True, seconds=time.monotonic() - began_s)
 
 
@@ -175,7 +175,7 @@ def _name_of(path: Path) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-.") or "engine"
 
 
-def _engine_at(out: Path, source_digest: str, force: bool) -> Manifest | None:
+def engine_at(out: Path, source_digest: str, force: bool) -> Manifest | None:
     """The engine of these very inputs if `out` holds it; None if `out` may be written.
 
     Raises:
@@ -245,7 +245,7 @@ def _manifest(
 
 
 @contextmanager
-def _workplace(out: Path) -> Iterator[Path]:
+def workplace(out: Path) -> Iterator[Path]:
     """A locked, hidden, empty directory beside `out`; gone afterwards unless it was moved away.
 
     Raises:
@@ -284,7 +284,7 @@ def _remove_leftover(old: Path, out: Path) -> None:
     shutil.rmtree(old)
 
 
-def _flush(directory: Path) -> None:
+def flush(directory: Path) -> None:
     for path in [*directory.iterdir(), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -293,7 +293,7 @@ def _flush(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _move(directory: Path, out: Path) -> None:
+def move(directory: Path, out: Path) -> None:
     """Put `directory` in the place of `out` in one step; what was there ends under the hidden name, and is removed."""
     if out.exists() and not _exchange(directory, out):
         shutil.rmtree(out)  # a file system without RENAME_EXCHANGE: a moment without an engine

@@ -30,5 +30,6 @@ def load_engine(directory: Path, *, threads: int, blocks: int, prompt_threads: i
                 TorchEngine, directory, manifest, threads=threads, blocks=blocks, prompt_threads=prompt_threads
             ).result()
     raise EngineRefused(
-        f"{directory}: an engine for {manifest.target!r}; this kvtool serves torch. Build it again with --target torch"
+        f"{directory}: an engine for {manifest.target!r}, which is loaded by TensorRT-LLM on a GPU host, not in this "
+        "process; for a machine without GPUs build it again with --target torch"
     )

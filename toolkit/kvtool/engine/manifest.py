@@ -61,12 +61,12 @@ class TensorRTLLMFields(BaseModel):
     tensorrt_version: str | None = None
     """Of the TensorRT that wrote the engine; a C++ runtime of another version does not load it. None for a bundle."""
     gpu_arch: str | None = None
-    """Such as sm90; None where nothing is bound to it."""
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    context_parallel: int = Field(1, ge=1)
-    moe_tensor_parallel: int | None = Field(None, ge=1)
-    moe_expert_parallel: int | None = Field(None, ge=1)
+    """Such as sm_90. An engine loads on no other; of a bundle, the KV in the pool is of this kind of GPU."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    context_parallel: int = Field(default=1, ge=1)
+    moe_tensor_parallel: int | None = Field(default=None, ge=1)
+    moe_expert_parallel: int | None = Field(default=None, ge=1)
     kv_dtype: str = "auto"
     quantisation: str | None = None
     """As in config.json of the checkpoint or as asked for, such as FP8; None: the model's own dtype."""
@@ -74,7 +74,7 @@ class TensorRTLLMFields(BaseModel):
     max_batch_size: int = Field(ge=1)
     max_num_tokens: int = Field(ge=1)
     max_seq_len: int = Field(ge=1)
-    max_beam_width: int = Field(1, ge=1)
+    max_beam_width: int = Field(default=1, ge=1)
     block_reuse: bool = True
 
     @property
@@ -149,7 +149,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(raw)
         layout = manifest.layout
-    except (ValidationError, ValueError) as error:
+    except ValidationError as error:
+        raise EngineRefused(f"{path}: {_first(error)}; build the engine again") from None
+    except ValueError as error:
         raise EngineRefused(f"{path}: {error}; build the engine again") from None
     if layout.fingerprint != manifest.kv_fingerprint:
         raise EngineRefused(
@@ -161,3 +163,9 @@ def read_manifest(directory: Path) -> Manifest:
             held = f"{there.stat().st_size} bytes" if there.is_file() else "missing"
             raise EngineRefused(f"{there}: wanted {size} bytes, found {held}; build the engine again")
     return manifest
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")

@@ -40,8 +40,8 @@ class ConnectorSettings(BaseModel):
     """What rounds differently has another one: adapter, GPU architecture and quantisation."""
     kv: LayoutFields
     """Of the whole model, all heads of all ranks: kv_heads 1 and kv_factor 1 for MLA."""
-    tensor_parallel: int = Field(1, ge=1)
-    stored_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    stored_parallel: int = Field(default=1, ge=1)
     """The width under which blocks lie in the pool: a multiple of the tensor_parallel of every engine that shares
     them, so that each rank's block is a whole number of stored ones."""
     load: Literal["async", "layerwise"] = "async"
@@ -49,10 +49,10 @@ class ConnectorSettings(BaseModel):
     waits for its part; eager forward passes only."""
     save: Literal["all", "prompt", "none"] = "all"
     """Which blocks go to the pool: all, those of prompts, or none."""
-    claim_budget_s: float = Field(0.25, gt=0)
+    claim_budget_s: float = Field(default=0.25, gt=0)
     """Longest that admission waits for blocks; what is not staged by then is computed."""
-    save_budget_s: float = Field(2.0, gt=0)
-    staging_bytes: int = Field(1 << 30, ge=1)
+    save_budget_s: float = Field(default=2.0, gt=0)
+    staging_bytes: int = Field(default=1 << 30, ge=1)
     """Pinned host memory of each rank, for blocks on their way in and out."""
     control: str | None = None
     """Where the scheduler listens for its workers: a Unix socket's path, or tcp://HOST:PORT with `key_file`.

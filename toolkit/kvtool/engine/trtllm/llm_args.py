@@ -41,7 +41,7 @@ def llm_args(
     *,
     role: Role,
     version: str | None = None,
-    memory_fraction: float = 0.9,
+    memory_fraction: float | None = None,
     host_cache_size: int = 0,
     transceiver: Transceiver | None = None,
     connector: bool = True,
@@ -52,8 +52,8 @@ def llm_args(
     """Keywords for `LLM(**...)`, plain values only, so that they can be written as YAML.
 
     `version` is the TensorRT-LLM that will run (None: the bundle's). `memory_fraction`: of the GPU memory that is free
-    once weights are loaded. `host_cache_size`: TensorRT-LLM's own host tier, bytes for each rank. `tokenizer` False:
-    workers take and give token ids, and load none.
+    once weights are loaded (None: the bundle's). `host_cache_size`: TensorRT-LLM's own host tier, bytes for each rank.
+    `tokenizer` False: workers take and give token ids, and load none.
 
     Raises:
         EngineRefused: what the version cannot do, or values that do not fit each other.
@@ -65,13 +65,14 @@ def llm_args(
     if max_batch_size is not None:
         _check_batch(bundle, max_batch_size)
         args["max_batch_size"] = max_batch_size
-    if not 0 < memory_fraction < 1:
+    if memory_fraction is not None and not 0 < memory_fraction < 1:
         raise EngineRefused(f"memory_fraction: wanted more than 0 and less than 1, found {memory_fraction}")
     args["skip_tokenizer_init"] = not tokenizer
     if tokenizer:
         args["tokenizer"] = str(bundle.directory)
     cache = args["kv_cache_config"]
-    cache["free_gpu_memory_fraction"] = memory_fraction
+    if memory_fraction is not None:
+        cache["free_gpu_memory_fraction"] = memory_fraction
     if host_cache_size:
         cache["host_cache_size"] = host_cache_size
     args["cuda_graph_config"] = _graphs(args, role, cuda_graphs)
@@ -94,8 +95,8 @@ def _check_adapter(bundle: Bundle, version: str) -> None:
     built, runs = bundle.fields.adapter, adapter_for(version).value
     if built != runs:
         raise EngineRefused(
-            f"{bundle.directory}: built for TensorRT-LLM {bundle.fields.version} ({built}), to run on {version} ({runs}); "
-            f"build it again with --tensorrt-llm-version {version}"
+            f"{bundle.directory}: built for TensorRT-LLM {bundle.fields.version} ({built}), to run on {version} "
+            f"({runs}); build it again with --tensorrt-llm-version {version}"
         )
 
 

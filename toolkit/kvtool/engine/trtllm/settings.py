@@ -15,10 +15,10 @@ from kvtool.units import parse_size
 
 Role = Literal["prefill", "decode"]
 Quantisation = Literal["none", "fp8", "fp8_block_scales", "w4a16_awq", "nvfp4"]
-KVDtype = Literal["bfloat16", "float16", "fp8"]
+KVDtype = Literal["bfloat16", "float16", "fp8", "int8"]
 Size = Annotated[int, BeforeValidator(parse_size)]
 
-LAYOUT_DTYPE: dict[str, str] = {"bfloat16": "bfloat16", "float16": "float16", "fp8": "float8_e4m3fn"}
+LAYOUT_DTYPE: dict[str, str] = {"bfloat16": "bfloat16", "float16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
 """TensorRT-LLM's name of a KV dtype -> kvtool's."""
 
 
@@ -65,6 +65,10 @@ class TrtllmSettings(BaseModel):
     tensor_parallel: int = Field(default=1, ge=1)
     expert_parallel: int = Field(default=1, ge=1)
     """Of the tensor_parallel ranks, groups of so many share the experts whole; the rest splits each expert."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Groups of layers on ranks of their own. A KV-offload connector takes 1 only."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Parts of a prompt on ranks of their own. A KV-offload connector takes 1 only."""
     max_seq_len: int = Field(default=8192, ge=2)
     """Prompt and answer of one sequence, tokens."""
     max_batch_size: int = Field(default=64, ge=1)
@@ -73,6 +77,10 @@ class TrtllmSettings(BaseModel):
     """Tokens in one forward pass; longer prompts are computed in chunks."""
     memory_fraction: float = Field(default=0.85, gt=0, lt=1)
     """Of the memory that weights and workspace leave, the share that KV blocks get."""
+    block_reuse: bool = True
+    """Blocks of earlier prompts are found again: by the engine itself, and in the pool."""
+    plugins: tuple[str, ...] = ()
+    """Libraries of TensorRT plugins that a TensorRT engine needs, as paths. Compiled ones only."""
     node: Node = Node()
     prefill: RoleSettings = RoleSettings()
     decode: RoleSettings = RoleSettings()
@@ -90,6 +98,11 @@ class TrtllmSettings(BaseModel):
     @property
     def quantisation_title(self) -> str:
         return "bfloat16" if self.quantisation == "none" else self.quantisation
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, and so GPUs, of one instance."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def stored_parallel(self) -> int:
