@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvtool.engine.base import Engine
 from kvtool.engine.sampling import check_sampling
 from kvtool.errors import RequestRefused
@@ -11,7 +13,17 @@ STOP_MAX = 16
 STOP_CHARS_MAX = 1000
 
 
-def check_request(request: Request, engine: Engine) -> None:
+class Window(Protocol):
+    """Of an engine, what any request is held against."""
+
+    @property
+    def context_tokens_max(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_request(request: Request, engine: Window) -> None:
     """Raises RequestRefused: empty or too long a prompt, ids outside the vocabulary, max_tokens < 1, bad sampling."""
     prompt, context = len(request.tokens), engine.context_tokens_max
     if not request.request_id:

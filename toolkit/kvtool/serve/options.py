@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,16 @@ class DecodeOptions:
     backlog_max: int = 16
     staging_blocks_max: int = 64
     pool: PoolOptions = PoolOptions()
+
+
+@dataclass(frozen=True)
+class LlmOptions:
+    """Of both workers over TensorRT-LLM, which batches by itself. `handoff`: how KV gets from prefill to decode.
+    `put_budget_s`: longest that prefill waits for the pool to have what the connector saves; `match_budget_s`: for each
+    time that it asks."""
+
+    handoff: Literal["pool", "transceiver"] = "pool"
+    queue_max: int = 256
+    start_timeout_s: float = 600.0
+    match_budget_s: float = 0.5
+    put_budget_s: float = 2.0
