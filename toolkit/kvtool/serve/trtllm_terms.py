@@ -75,9 +75,10 @@ def handoff_state(params: Any, finish_reason: str | None) -> dict[str, Any]:
         raise EngineFailed(
             "the context request came back without DisaggregatedParams; does llm.yaml have cache_transceiver_config?"
         )
-    state = {name: getattr(params, name, None) for name in _CARRIED}
-    if isinstance(state[_OPAQUE], bytes):
-        state[_OPAQUE] = base64.b64encode(state[_OPAQUE]).decode("ascii")
+    state: dict[str, Any] = {name: getattr(params, name, None) for name in _CARRIED}
+    opaque = state[_OPAQUE]
+    if isinstance(opaque, bytes):
+        state[_OPAQUE] = base64.b64encode(opaque).decode("ascii")
     if finish_reason == "stop":
         state[FINISHED] = True
     return {name: value for name, value in state.items() if value is not None}
