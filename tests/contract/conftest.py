@@ -1,0 +1,48 @@
+"""A generated `tensorrt_llm` for each version, on the path of one test at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from generate import VERSIONS, write
+
+PURGED = ("tensorrt_llm", "kvtool_trtllm")
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in PURGED]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tensorrt_llm")
+    return {version: write(folder / version, version) for version in VERSIONS}
+
+
+@pytest.fixture
+def trtllm(packages):
+    """`trtllm("1.2.1")` puts that version on the path and returns the package; the one before is forgotten."""
+    entered: list[str] = []
+
+    def enter(version: str):
+        leave()
+        entered.append(str(packages[version]))
+        sys.path.insert(0, entered[0])
+        _forget()
+        return importlib.import_module("tensorrt_llm")
+
+    def leave() -> None:
+        for entry in entered:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(entry)
+        entered.clear()
+        _forget()
+
+    yield enter
+    leave()
