@@ -37,7 +37,7 @@ class Setup:
     """`graphs`: passes without prompts run as one, without layer hooks. `keep`: how likely a finished request's pages
     stay for reuse. `evicting`: pages are promised to nobody, and requests are reset when they run out (V2 only)."""
 
-    model: Model = field(default_factory=Model)
+    model: Model
     v2: bool = False
     split: bool = False
     pages: int = 48
