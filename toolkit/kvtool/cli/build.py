@@ -65,22 +65,27 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Turn a checkpoint into an engine directory. Doing it again does nothing."""
-    if explain:
-        from kvtool.cli.build_explain import print_explained
-
-        print_explained(source, target, block_tokens, as_json)
-        return
     target = _target(source, target)
     if target == "tensorrt_llm":
         from kvtool.cli.build_trtllm import build_trtllm
         from kvtool.engine.trtllm.request import Asked
 
         asked = Asked(source, name, checkpoint, role, trtllm_version, block_tokens, tuple(settings or ()), digest)
+        if explain:
+            from kvtool.cli.build_explain import explained_trtllm, print_explained
+
+            print_explained(*explained_trtllm(asked), as_json)
+            return
         build_trtllm(asked, out, force=force, dry_run=dry_run, as_json=as_json)
         return
     _refuse_for_torch(
         checkpoint=checkpoint, role=role, set=settings, tensorrt_llm_version=trtllm_version, dry_run=dry_run or None
     )
+    if explain:
+        from kvtool.cli.build_explain import explained_torch, print_explained
+
+        print_explained(*explained_torch(source, name, block_tokens), as_json)
+        return
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     from kvtool.engine.build import build as build_engine

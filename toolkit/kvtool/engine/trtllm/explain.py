@@ -27,7 +27,7 @@ def explain_trtllm(name: str, facts: ModelFacts, block: TrtllmSettings, block_to
         settings = block.of(role)
         got = check(facts, settings, block_tokens, f"{name}{f' ({role})' if role else ''}")
         card = gpu(settings.gpu)
-        title = f"{role or 'prefill and decode'}: {settings.tensor_parallel} x {card.title} ({card.arch})"
+        title = f"{role or 'prefill and decode'}: {settings.world_size} x {card.title} ({card.arch})"
         tables.append(
             Table(title, (*_engine(facts, settings, got, block_tokens), *_moving(facts, settings, got, role)))
         )

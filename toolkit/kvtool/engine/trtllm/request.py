@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from kvtool.engine.recipe import Recipe, recipe_for, recipe_names
 from kvtool.engine.trtllm.check import check
 from kvtool.engine.trtllm.settings import Role, TrtllmSettings
+from kvtool.engine.trtllm.sizing import check as check_fits
 from kvtool.engine.trtllm.source import Covers, Source, digest, read_source
 from kvtool.engine.trtllm.version import Can, can, installed
 from kvtool.errors import CheckpointRefused, EngineRefused, Missing, SpecRefused
@@ -59,7 +60,7 @@ def roles_of(asked: Asked) -> list[Role | None]:
     Raises:
         CheckpointRefused, SpecRefused: as `prepare`.
     """
-    return [asked.role] if asked.role else _settings(asked, _recipe(asked)).roles()
+    return [asked.role] if asked.role else settings_of(asked, recipe_of(asked)).roles()
 
 
 def prepare(asked: Asked, role: Role | None, *, rehearse: bool = False) -> Request:
@@ -71,8 +72,8 @@ def prepare(asked: Asked, role: Role | None, *, rehearse: bool = False) -> Reque
         SpecRefused: a setting that there is not.
         Missing: a recipe's checkpoint that is not on this machine.
     """
-    recipe = _recipe(asked)
-    whole = _settings(asked, recipe)
+    recipe = recipe_of(asked)
+    whole = settings_of(asked, recipe)
     settings = whole.of(role)
     block_tokens = asked.block_tokens or (recipe.block_tokens if recipe else 32)
     version = asked.version or settings.version or installed()
@@ -84,7 +85,9 @@ def prepare(asked: Asked, role: Role | None, *, rehearse: bool = False) -> Reque
     able = can(version, settings.backend)
     source = _source(asked, recipe, settings, rehearse)
     check(source, settings, block_tokens, able)
-    name = asked.name or (recipe.name if recipe else _plain(Path(asked.source).resolve().name))
+    name = name_of(asked, recipe)
+    if settings.context_parallel == 1:
+        check_fits(source.facts, settings, block_tokens, f"{name}{f' ({role})' if role else ''}")
     return Request(
         name=f"{name}-{role}" if role else name,
         source=source,
@@ -99,7 +102,12 @@ def prepare(asked: Asked, role: Role | None, *, rehearse: bool = False) -> Reque
     )
 
 
-def _recipe(asked: Asked) -> Recipe | None:
+def recipe_of(asked: Asked) -> Recipe | None:
+    """The recipe that was named; None: a checkpoint was.
+
+    Raises:
+        CheckpointRefused: neither.
+    """
     recipe = recipe_for(asked.source)
     if recipe is None and not Path(asked.source).exists():
         raise CheckpointRefused(
@@ -109,7 +117,7 @@ def _recipe(asked: Asked) -> Recipe | None:
     return recipe
 
 
-def _settings(asked: Asked, recipe: Recipe | None) -> TrtllmSettings:
+def settings_of(asked: Asked, recipe: Recipe | None) -> TrtllmSettings:
     """The recipe's block with the changes that were asked for.
 
     Raises:
@@ -154,6 +162,10 @@ def _source(asked: Asked, recipe: Recipe | None, settings: TrtllmSettings, rehea
         quantisation=settings.quantisation if pytorch else "none",
         kv_dtype=settings.kv_dtype if pytorch and settings.kv_dtype == "fp8" else None,
     )
+
+
+def name_of(asked: Asked, recipe: Recipe | None) -> str:
+    return asked.name or (recipe.name if recipe else _plain(Path(asked.source).resolve().name))
 
 
 def _plain(name: str) -> str:

@@ -80,26 +80,33 @@ class Fit:
     """Of max_seq_len, at once."""
 
 
-def weights_size(facts: ModelFacts, quantisation: Quantisation, tensor_parallel: int) -> Weights:
+def weights_size(facts: ModelFacts, quantisation: Quantisation, tensor_parallel: int, stages: int = 1) -> Weights:
     """Linear weights are quantised and split; embeddings (2 bytes a value) are split by vocabulary; norms and routers
     (2 bytes) are whole on every rank. KV projections are split no further than there are KV heads. Experts are split
-    over all ranks, whole or in parts, which is the same number of bytes."""
+    over all ranks, whole or in parts, which is the same number of bytes. `stages`: of a pipeline; the largest, with the
+    embeddings, is what counts."""
     counted, tp = count(facts), tensor_parallel
     kv_parts = tp if facts.latent else min(tp, facts.kv_heads)
+
+    def stage(values: int) -> int:
+        return _up(values * _up(facts.layers, stages), facts.layers)
+
+    attention = _up(counted.q_out, tp) + _up(counted.kv, kv_parts) + counted.attention_shared
     return Weights(
-        embeddings=2 * _up(facts.vocab, tp) * facts.hidden * (1 if facts.tied else 2),
-        attention=_linear(_up(counted.q_out, tp) + _up(counted.kv, kv_parts) + counted.attention_shared, quantisation),
-        mlp=_linear(_up(counted.mlp, tp), quantisation),
-        experts=_linear(_up(counted.experts, tp), quantisation),
-        other=2 * counted.other,
+        embeddings=2 * _up(facts.vocab, tp) * facts.hidden * (1 if facts.tied or stages > 1 else 2),
+        attention=_linear(stage(attention), quantisation),
+        mlp=_linear(stage(_up(counted.mlp, tp)), quantisation),
+        experts=_linear(stage(_up(counted.experts, tp)), quantisation),
+        other=2 * stage(counted.other),
     )
 
 
-def rank_layout(facts: ModelFacts, kv_dtype: str, tensor_parallel: int, block_tokens: int) -> KVLayout:
-    """A block as one rank holds it: kv_heads / tensor_parallel heads, at least one; MLA's latent whole on each."""
+def rank_layout(facts: ModelFacts, kv_dtype: str, tensor_parallel: int, block_tokens: int, stages: int = 1) -> KVLayout:
+    """A block as one rank holds it: kv_heads / tensor_parallel heads, at least one; MLA's latent whole on each; the
+    layers of a pipeline's largest stage."""
     whole = facts.kv_layout(block_tokens, LAYOUT_DTYPE[kv_dtype])
-    heads = max(1, whole.kv_heads // tensor_parallel)
-    return KVLayout(whole.layers, heads, whole.head_dim, block_tokens, whole.dtype, kv_factor=whole.kv_factor)
+    heads, layers = max(1, whole.kv_heads // tensor_parallel), _up(whole.layers, stages)
+    return KVLayout(layers, heads, whole.head_dim, block_tokens, whole.dtype, kv_factor=whole.kv_factor)
 
 
 def workspace_size(facts: ModelFacts, settings: TrtllmSettings) -> int:
@@ -130,12 +137,12 @@ def fit(facts: ModelFacts, settings: TrtllmSettings, block_tokens: int) -> Fit:
         EngineRefused: a GPU that is not in the table.
     """
     tp, card = settings.tensor_parallel, gpu(settings.gpu)
-    weights = weights_size(facts, settings.quantisation, tp)
-    reserve = RESERVE + (RESERVE_LINK if tp > 1 else 0)
+    weights = weights_size(facts, settings.quantisation, tp, settings.pipeline_parallel)
+    reserve = RESERVE + (RESERVE_LINK if settings.world_size > 1 else 0)
     workspace = workspace_size(facts, settings)
     free = card.memory - reserve - weights.total - workspace
     room = int(max(0, free) * settings.memory_fraction)
-    layout = rank_layout(facts, settings.kv_dtype, tp, block_tokens)
+    layout = rank_layout(facts, settings.kv_dtype, tp, block_tokens, settings.pipeline_parallel)
     blocks = room // layout.block_size
     return Fit(
         memory=card.memory,
@@ -162,7 +169,7 @@ def check(facts: ModelFacts, settings: TrtllmSettings, block_tokens: int, where:
     got, title = fit(facts, settings, block_tokens), gpu(settings.gpu).title
     if got.free <= 0:
         raise EngineRefused(
-            f"{where} on {settings.tensor_parallel} x {title}: each rank needs {show_size(got.weights.total)} for "
+            f"{where} on {settings.world_size} x {title}: each rank needs {show_size(got.weights.total)} for "
             f"weights ({settings.quantisation_title}), {show_size(got.workspace)} of workspace and "
             f"{show_size(got.reserve)} for CUDA, of {show_size(got.memory)} there are; "
             f"{advice(facts, settings, block_tokens)}"
@@ -170,7 +177,7 @@ def check(facts: ModelFacts, settings: TrtllmSettings, block_tokens: int, where:
     if got.sequences < 1:
         need = _up(settings.max_seq_len, block_tokens)
         raise EngineRefused(
-            f"{where} on {settings.tensor_parallel} x {title}: {got.blocks} KV blocks of {show_size(got.block)} fit "
+            f"{where} on {settings.world_size} x {title}: {got.blocks} KV blocks of {show_size(got.block)} fit "
             f"({show_size(got.kv_room)}), one sequence of max_seq_len {settings.max_seq_len} needs {need}; lower "
             f"max_seq_len to {max(0, got.blocks * block_tokens)}, or {advice(facts, settings, block_tokens)}"
         )
@@ -192,6 +199,10 @@ def check_spread(facts: ModelFacts, settings: TrtllmSettings, where: str) -> Non
         )
     if settings.kv_dtype == "fp8" and card.sm < SM_MIN_FP8_KV:
         raise EngineRefused(f"{where}: kv_dtype fp8: {card.title} ({card.arch}) has no FP8; use kv_dtype bfloat16")
+    if settings.context_parallel > 1:
+        raise EngineRefused(
+            f"{where}: context_parallel {settings.context_parallel}: kvtool does not work out what fits then; use 1"
+        )
     for sentence in unsplit(facts, settings.quantisation, settings.tensor_parallel, settings.expert_parallel):
         raise EngineRefused(f"{where}: {sentence}")
 
