@@ -122,3 +122,29 @@ def test_the_defaults_fit_the_engine_that_the_package_carries():
 def test_a_spec_that_does_not_fit_its_engine_is_refused(spec, engine, sentence):
     with pytest.raises(SpecRefused, match=sentence):
         check(Spec(engine=Path("e"), **spec), _engine(**engine))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "tensorrt_llm: {version: 1.2.1}\n",
+            r"spec.yaml:2: tensorrt_llm: found settings for GPUs, but target is torch",
+        ),
+        ("target: tensorrt_llm\ntensorrt_llm: {handoff: mpi}\n", r"spec.yaml:3: tensorrt_llm.handoff: .*, found 'mpi'"),
+        (
+            "target: tensorrt_llm\ntensorrt_llm:\n  transceiver: {backend: DEFAULT}\n",
+            r"spec.yaml:4: tensorrt_llm.transceiver.backend: input should be 'NIXL' or 'UCX', found 'DEFAULT'",
+        ),
+        ("target: tensorrt_llm\ntensorrt_llm: {prefil: {}}\n", r"tensorrt_llm.prefil: unknown key; .*'prefill'"),
+        ("target: tensorrt_llm\ntensorrt_llm: {decode: {gpus: [0]}}\n", r"spec.yaml:3: tensorrt_llm.decode.gpus"),
+    ],
+)
+def test_settings_for_gpus_are_strict(written, text, sentence):
+    with pytest.raises(SpecRefused, match=sentence):
+        load_spec(written("engine: e\n" + text))
+
+
+def test_engines_of_roles_lie_beside_the_spec(written, tmp_path):
+    spec, _ = load_spec(written("engine: e\ntarget: tensorrt_llm\ntensorrt_llm: {decode: {engine: d}}\n"))
+    assert spec.tensorrt_llm.decode.engine == tmp_path / "d" and spec.tensorrt_llm.prefill.engine is None

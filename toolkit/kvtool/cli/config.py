@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,9 +74,7 @@ def commented(engine: str) -> str:
     for name, field in Spec.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            lines += ["", f"# {field.description}", f"#{name}:"]
-            inner = kind.model_fields.items()
-            lines += [f"#  {key}: {_default(part.default)}  # {part.description}" for key, part in inner]
+            lines += ["", f"# {field.description}", f"#{name}:", *_section_lines(kind, "  ")]
         elif name == "engine":
             lines.append(f"engine: {yaml.safe_dump(engine, default_style=chr(34)).strip()}  # {field.description}")
         elif name == "version":
@@ -85,6 +84,16 @@ def commented(engine: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _section_lines(section: type[BaseModel], indent: str) -> Iterator[str]:
+    for key, part in section.model_fields.items():
+        kind = part.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield f"#{indent}{key}:  # {part.description}"
+            yield from _section_lines(kind, indent + "  ")
+        else:
+            yield f"#{indent}{key}: {_default(part.default)}  # {part.description}"
+
+
 def _default(value: Any) -> str:
     if value is None:
         return "null"
@@ -92,7 +101,9 @@ def _default(value: Any) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
-    if key.endswith("_size"):
+    if value is None or key.endswith("_fraction"):
+        return _default(value)
+    if key.endswith(("_size", "bandwidth", "memory")):
         return show_size(value)
     if isinstance(value, float):
         return f"{value:g} s"

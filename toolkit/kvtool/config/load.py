@@ -17,7 +17,14 @@ from pydantic import BaseModel, ValidationError
 from kvtool.config.spec import Spec
 from kvtool.errors import SpecRefused
 
-_PATH_KEYS = ("engine", "run_dir", "pool.file_dir", "tritonserver")
+_PATH_KEYS = (
+    "engine",
+    "run_dir",
+    "pool.file_dir",
+    "tritonserver",
+    "tensorrt_llm.prefill.engine",
+    "tensorrt_llm.decode.engine",
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,17 @@ def _make_absolute(values: dict[str, Any], base: Path) -> None:
 def _sentences(error: ValidationError, path: Path, origins: Mapping[str, Origin]) -> Iterator[str]:
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
-        yield f"{_place(path, key, origins.get(key))}: {_reason(fault, key)}"
+        yield f"{_place(path, key, _nearest(origins, key))}: {_reason(fault, key)}"
+
+
+def _nearest(origins: Mapping[str, Origin], key: str) -> Origin | None:
+    """That of `key`, or of the list or section around it; a key that is missing altogether has none."""
+    while key and key not in origins:
+        outer, _, part = key.rpartition(".")
+        if not part.isdigit():
+            return None
+        key = outer
+    return origins.get(key)
 
 
 def _place(path: Path, key: str, origin: Origin | None) -> str:

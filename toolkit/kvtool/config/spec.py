@@ -13,7 +13,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from kvtool.units import parse_seconds, parse_size
 
@@ -183,6 +192,92 @@ class SuperviseSpec(Section):
         return seconds
 
 
+class TransceiverSpec(Section):
+    """TensorRT-LLM's own transfer of KV; both roles get the same values."""
+
+    backend: Literal["NIXL", "UCX"] = Field("NIXL", description="What moves the bytes; never left to a default.")
+    buffer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that one transfer's buffer holds: a whole number of blocks, at least the longest sequence. "
+        "Null is the longest sequence, rounded up to blocks.",
+    )
+    timeout: Seconds | None = Field(
+        None, description="Longest time one transfer may take; null is ten times what the longest sequence takes."
+    )
+    bandwidth: Size = _default("1GiB", "Bytes a second between a prefill and a decode GPU at the least.")
+    runtime: Literal["CPP", "PYTHON"] | None = Field(
+        None, description="Which transceiver of a TensorRT-LLM that has two; null is the version's default."
+    )
+
+
+class GpuRoleSpec(Section):
+    """Instances of one role on GPUs; lists have one entry for each instance."""
+
+    engine: FilePath | None = Field(None, description="Engine directory of this role; null is the spec's engine.")
+    gpus: list[list[int]] = Field([], description="GPU ids of each instance, one id for each rank: [[0, 1], [2, 3]].")
+    nodes: list[int] = Field([], description="Node of each instance, from 0; empty is node 0 for all.")
+    urls: list[str] = Field(
+        [], description="HOST:PORT of each instance's gRPC, for a front elsewhere; empty where one host runs all."
+    )
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Of the GPU memory that weights leave, the share for KV blocks; null is the engine's. Instances "
+        "that share a GPU may not exceed 1 together.",
+    )
+    host_cache_size: Size = _default(
+        "0", "TensorRT-LLM's own host tier of one instance, divided among its ranks. 0 leaves host memory to the pool."
+    )
+    cuda_graphs: bool = Field(True, description="Replay decode steps as CUDA graphs.")
+    max_batch_size: int | None = Field(None, ge=1, description="Sequences in one step; null is the engine's.")
+    env: dict[str, str] = Field({}, description="Environment of the servers, such as UCX_NET_DEVICES: mlx5_0:1.")
+
+
+class LaunchSpec(Section):
+    """What `kvtool deploy render --launch` writes launch files from."""
+
+    image: str | None = Field(None, min_length=1, description="Container image with Triton, TensorRT-LLM and kvtool.")
+    nodes: int = Field(1, ge=1, le=1024, description="Hosts with GPUs.")
+    gpus_per_node: int = Field(8, ge=1, le=64, description="GPUs of each host.")
+    gpu_arch: str | None = Field(
+        None, pattern=r"^sm_[0-9]{2,3}$", description="Architecture of the GPUs, such as sm_90; null is not compared."
+    )
+    tensorrt_version: str | None = Field(
+        None, min_length=1, description="TensorRT on the GPU hosts, which engines are bound to; null is not compared."
+    )
+    node_memory: Size | None = Field(
+        None, description="Memory that the deployment may use on each host; null is not compared."
+    )
+    engines: str = Field("/engines", pattern=r"^/", description="Folder in containers that holds engine directories.")
+    claim: str = Field("kvtool-engines", min_length=1, description="Kubernetes volume claim with that folder.")
+    secret: str | None = Field(
+        None, min_length=1, description="Kubernetes secret or folder of key files, by name only; null for none."
+    )
+    namespace: str = Field("default", min_length=1, max_length=63, description="Kubernetes namespace.")
+    partition: str | None = Field(None, min_length=1, description="Slurm partition; null is the cluster's default.")
+    time_limit: Seconds = _default("86400s", "Slurm's time limit of the whole deployment.")
+    grpc_port: Port = Field(8001, ge=1024, le=64000, description="First gRPC port in launch files; instances count up.")
+
+
+class TensorRTLLMSpec(Section):
+    """How engines for TensorRT-LLM are served; only with target: tensorrt_llm."""
+
+    version: str | None = Field(
+        None, min_length=1, description="TensorRT-LLM on the GPU hosts; null is the version that the engine names."
+    )
+    handoff: Literal["pool", "transceiver"] = Field(
+        "pool",
+        description="What carries KV from prefill to decode: the pool by the connector, or TensorRT-LLM's transceiver.",
+    )
+    connector: bool = Field(True, description="Whether engines offload KV blocks to the pool and look there first.")
+    transceiver: TransceiverSpec = _section(TransceiverSpec, "TensorRT-LLM's own KV transfer.")
+    prefill: GpuRoleSpec = _section(GpuRoleSpec, "Prefill instances on GPUs.")
+    decode: GpuRoleSpec = _section(GpuRoleSpec, "Decode instances on GPUs.")
+    launch: LaunchSpec = _section(LaunchSpec, "Where and how it is started.")
+
+
 class Spec(Section):
     """One deployment. Paths are relative to the spec file."""
 
@@ -201,6 +296,7 @@ class Spec(Section):
     limits: LimitsSpec = _section(LimitsSpec, "What one request may ask for.")
     budgets: BudgetsSpec = _section(BudgetsSpec, "Longest waits for the pool in one request.")
     supervise: SuperviseSpec = _section(SuperviseSpec, "How failed servers are found.")
+    tensorrt_llm: TensorRTLLMSpec = _section(TensorRTLLMSpec, "GPUs, hand-off and launch; for target tensorrt_llm.")
 
     @field_validator("version")
     @classmethod
@@ -215,6 +311,13 @@ class Spec(Section):
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,31}", name):
             raise ValueError(f"wanted 1 to 32 of a-z, 0-9, _ and -, found {name!r}")
         return name
+
+    @field_validator("tensorrt_llm")
+    @classmethod
+    def _meant(cls, section: TensorRTLLMSpec, info: ValidationInfo) -> TensorRTLLMSpec:
+        if info.data.get("target") == "torch" and section != TensorRTLLMSpec.model_validate({}):
+            raise ValueError("found settings for GPUs, but target is torch; set target: tensorrt_llm, or take them out")
+        return section
 
     @property
     def state_dir(self) -> Path:
