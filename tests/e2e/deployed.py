@@ -41,12 +41,13 @@ def until(said: str, happens: Callable[[], Any], timeout_s: float = 30.0) -> Any
 class Deployed:
     """One running deployment; `folder` holds its spec and its run directory."""
 
-    def __init__(self, folder: Path, engine: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, engine: Path, more: str = "", **settings: str) -> None:
+        """`more`: lines of the spec; `settings` by --set, `a__b` for a.b."""
         self.run_dir = folder / "state"
         self.spec = folder / "spec.yaml"
         self._prefixes: set[str] = set()
         lines = ["version: 1", "name: e2e", f"engine: {engine}", "run_dir: state"]
-        self.spec.write_text("\n".join(lines) + "\n")
+        self.spec.write_text("\n".join(lines) + "\n" + more)
         overrides = [word for key, value in settings.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
         try:
             self.up = kvtool("deploy", "up", str(self.spec), *overrides)
@@ -125,8 +126,10 @@ class Deployed:
         for name in ("prefill-0", "decode-0"):
             said = self.worker(name)
             found += [f"{name}: {line}" for line in said["held"]]
-            if said["blocks_free"] != said["blocks_total"]:
+            if said.get("blocks_free") != said.get("blocks_total"):
                 found.append(f"{name}: {said['blocks_free']} of {said['blocks_total']} blocks are free")
+        if not (self.run_dir / "pool").exists():
+            return found
         done = kvtool("pool", "audit", "--run-dir", str(self.run_dir / "pool"), "--json", check=False)
         for rank in json.loads(done.stdout)["ranks"]:
             found += [f"pool rank {rank['rank']}: {line}" for line in rank["audit"] if line["kind"] != "transient"]

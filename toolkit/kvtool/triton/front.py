@@ -42,8 +42,9 @@ _POLL_S = 0.025
 class Front:
     """See the module. `submit` and `status` may be called from any thread."""
 
-    def __init__(self, peers: PeersFile, limits: Limits, links: Links | None = None) -> None:
+    def __init__(self, peers: PeersFile, limits: Limits, links: Links | None = None, handoff: str = "pool") -> None:
         self._fleet, self._limits = Fleet(peers), limits
+        self._direct = handoff == "transceiver"
         self._links = links or rpc.Links()
         self._flights: dict[str, Flight] = {}
         self._mean_s = 1.0
@@ -165,16 +166,9 @@ class Front:
         )
 
     async def _serve(self, flight: Flight) -> None:
-        peers = self._fleet.peers()
-        tokens: tuple[int, ...] = ()
-        handoff = ""
-        if peers.pool_up and peers.of("prefill"):
-            tokens, handoff = await self._prefill(flight)
-        if not tokens:
-            flight.stage = "tokenize"
-            tokens = await self._tokenize(flight)
-        flight.stage = "decode"
+        tokens, handoff = await self._prompt(flight)
         while True:
+            flight.stage = "decode"
             peer = await self._choose(flight)
             flight.instances["decode"] = peer.name
             try:
@@ -189,6 +183,32 @@ class Front:
                         f"{flight.asked.request_id}: {len(flight.lost)} decode servers were lost with this request, "
                         f"the last so: {error}"
                     ) from None
+                if self._direct:  # the lost server may have pulled the KV, and a context request serves one
+                    tokens, handoff = await self._prompt(flight)
+
+    async def _prompt(self, flight: Flight) -> tuple[tuple[int, ...], str]:
+        """Prompt tokens, and a hand-off where a prefill server could be had.
+
+        Raises:
+            Unavailable: none could, and decode cannot do without.
+        """
+        flight.stage = "prefill"
+        peers = self._fleet.peers()
+        tokens: tuple[int, ...] = ()
+        handoff = ""
+        if self._direct:
+            await self._choose(flight, "prefill")
+        if self._direct or (peers.pool_up and peers.of("prefill")):
+            tokens, handoff = await self._prefill(flight)
+        if self._direct and not tokens:
+            raise Unavailable(
+                f"{flight.asked.request_id}: no prefill server took the prompt, and decode servers only generate with "
+                "tensorrt_llm.handoff transceiver; try again later"
+            )
+        if not tokens:
+            flight.stage = "tokenize"
+            tokens = await self._tokenize(flight)
+        return tokens, handoff
 
     async def _prefill(self, flight: Flight) -> tuple[tuple[int, ...], str]:
         """Tokens and hand-off; ((), "") when no prefill server could be had, which costs time and no answer.
@@ -279,10 +299,10 @@ class Front:
         if flight.touched and flight.touched[-1][0] == peer:
             self._spawn(self._cancel(*flight.touched[-1]))
 
-    async def _choose(self, flight: Flight) -> Peer:
-        """A decode instance that may be tried now; waits for one until the deadline (in `_fly`) ends it."""
+    async def _choose(self, flight: Flight, role: str = "decode") -> Peer:
+        """An instance that may be tried now; waits for one until the deadline (in `_fly`) ends it."""
         while True:
-            peer = self._fleet.choose("decode", flight.chain)
+            peer = self._fleet.choose(role, flight.chain)
             if peer is not None:
                 return peer
             await asyncio.sleep(_LOOK_S)

@@ -22,6 +22,8 @@ from kvtool.errors import Missing
 PIP_LINE = "pip install 'kvtool[serve]'"
 STUB = "triton_python_backend_stub"
 _GLIBC_MIN = (2, 35)
+_WHEEL_VERSION = "2.51.0"
+"""The Triton that nvidia-pytriton 0.7 carries; containers say theirs in TRITON_SERVER_VERSION."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def environment(installation: Installation) -> dict[str, str]:
     env.pop("PYTHONHOME", None)
     env["PATH"] = f"{Path(sys.prefix) / 'bin'}:{env.get('PATH', '/usr/bin:/bin')}"
     if installation.libraries:
+        env["TRITON_SERVER_VERSION"] = _WHEEL_VERSION
         given = [env["LD_LIBRARY_PATH"]] if env.get("LD_LIBRARY_PATH") else []
         env["LD_LIBRARY_PATH"] = ":".join([str(_library_dir()), str(installation.libraries), *given])
     return env

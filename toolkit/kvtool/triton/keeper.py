@@ -18,6 +18,7 @@ from typing import Any
 from kvtool.config.spec import Spec
 from kvtool.engine.manifest import read_manifest
 from kvtool.errors import KvtoolError
+from kvtool.kv.layout import KVLayout
 from kvtool.pool.config import PoolConfig
 from kvtool.pool.state import FILE, PoolState, read_state, runs
 
@@ -134,7 +135,7 @@ class PoolKeeper:
     def _config(self) -> PoolConfig:
         pool = self._spec.pool
         return PoolConfig(
-            layout=read_manifest(self._spec.engine).layout,
+            layout=_layout(self._spec),
             ranks=pool.ranks,
             dram_size=pool.dram_size,
             file_size=pool.file_size,
@@ -152,3 +153,12 @@ class PoolKeeper:
             name=self._spec.name,
             start_timeout_s=self._spec.supervise.start_timeout,
         )
+
+
+def _layout(spec: Spec) -> KVLayout:
+    """Of the pool's blocks: the engine's, or one stored shard of it where ranks share a block."""
+    if spec.target == "torch":
+        return read_manifest(spec.engine).layout
+    from kvtool.triton.target import target_of
+
+    return target_of(spec).pool_layout

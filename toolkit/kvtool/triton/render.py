@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtool.assets import asset_dir
@@ -26,30 +28,58 @@ ROLES = {
 SERVED_AS = {"front": "kvtool"}
 """Template folder -> name of the served model, where they differ."""
 
+_PYTORCH = {"prefill_engine": "trtllm/prefill_engine", "decode_engine": "trtllm/decode_engine"}
+"""Model -> its template over TensorRT-LLM's PyTorch backend, where that differs from the one over torch."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """One model of a repository: `template` its folder, `files` what stands beside its model.py, name -> text."""
+
+    role: str
+    served: str
+    template: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
 
 def render(spec: Spec, out: Path, templates: Path | None = None) -> list[Path]:
-    """Write OUT/front, OUT/prefill and OUT/decode, replacing what an earlier render left; the files written.
+    """Write a repository for each role into OUT, replacing what an earlier render left; the files written.
 
     Raises:
-        Refused: OUT holds something else, or a template has a placeholder that no spec fills.
+        Refused: OUT holds something else, a template has a placeholder that no spec fills, or (target tensorrt_llm)
+            the spec asks for what its engines or their version cannot do.
     """
     templates = templates or asset_dir("triton_models")
-    values = placeholders(spec)
+    models, values = _models(spec), placeholders(spec)
     texts: dict[Path, str] = {}
-    for role, models in ROLES.items():
-        for model in models:
-            for source in sorted(path for path in (templates / model).rglob("*") if path.suffix in (".pbtxt", ".py")):
-                served = Path(role, SERVED_AS.get(model, model)) / source.relative_to(templates / model)
-                texts[served] = _fill(source, values)
+    for model in models:
+        folder, place = templates / model.template, Path(model.role, model.served)
+        for source in sorted(path for path in folder.rglob("*") if path.suffix in (".pbtxt", ".py")):
+            texts[place / source.relative_to(folder)] = _fill(source, values)
+        for name, text in model.files.items():
+            texts[place / "1" / name] = text
     _clear(out)
     for path, text in texts.items():
         target = out / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-    for role, models in ROLES.items():
-        for model in models:  # an ensemble has no files in its version, and Triton wants the folder
-            (out / role / SERVED_AS.get(model, model) / "1").mkdir(exist_ok=True)
+    for model in models:  # an ensemble has no files in its version, and Triton wants the folder
+        (out / model.role / model.served / "1").mkdir(exist_ok=True)
     return sorted(out / path for path in texts)
+
+
+def _models(spec: Spec) -> list[_Model]:
+    plain = [_Model(role, SERVED_AS.get(name, name), name) for role, names in ROLES.items() for name in names]
+    if spec.target == "torch":
+        return plain
+    from kvtool.triton.target import role_files, target_of
+
+    target = target_of(spec)
+    files = {f"{each.role}_engine": role_files(target, each) for each in target.roles}
+    return [
+        replace(model, template=_PYTORCH.get(model.template, model.template), files=files.get(model.served, {}))
+        for model in plain
+    ]
 
 
 def placeholders(spec: Spec) -> dict[str, str]:
@@ -58,6 +88,7 @@ def placeholders(spec: Spec) -> dict[str, str]:
         "engine": spec.engine,
         "namespace": spec.pool.namespace,
         "pool_path": spec.pool.path,
+        "handoff": "pool",
         "prefill_threads": spec.prefill.threads,
         "prefill_kv_blocks": spec.prefill.kv_blocks,
         "chunk_tokens": spec.prefill.chunk_tokens,
@@ -73,7 +104,23 @@ def placeholders(spec: Spec) -> dict[str, str]:
         "deadline_s": spec.limits.deadline,
         "concurrent_max": spec.limits.concurrent_max,
     }
+    if spec.target == "tensorrt_llm":
+        values |= _of_target(spec)
     return {name: json.dumps(str(value), ensure_ascii=False)[1:-1] for name, value in values.items()}
+
+
+def _of_target(spec: Spec) -> dict[str, object]:
+    """What only templates over TensorRT-LLM ask for."""
+    from kvtool.triton.target import target_of
+
+    target = target_of(spec)
+    values: dict[str, object] = {
+        "handoff": target.handoff,
+        "start_timeout_s": round(0.95 * spec.supervise.start_timeout, 3),  # its own words come before ours
+    }
+    for each in target.roles:
+        values |= {f"{each.role}_engine": each.engine, f"{each.role}_gpus": each.gpus}
+    return values
 
 
 def _fill(source: Path, values: dict[str, str]) -> str:

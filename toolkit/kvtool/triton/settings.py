@@ -16,12 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.errors import EngineRefused, Missing
-from kvtool.serve.options import DecodeOptions, PoolOptions, PrefillOptions
+from kvtool.serve.open import LlmPlace
+from kvtool.serve.options import DecodeOptions, LlmOptions, PoolOptions, PrefillOptions
 from kvtool.triton.asked import Limits
 
 INSTANCE = "KVTOOL_INSTANCE"
 PEERS = "KVTOOL_PEERS"
 POOL = "KVTOOL_POOL"
+TRITON = "TRITON_SERVER_VERSION"
+"""Set in Triton's containers, and by kvtool for the server of nvidia-pytriton."""
+NUMPY_2_FAULT = (2, 51)
+"""The Triton whose Python stub was seen to corrupt tensors under numpy 2; it came with nvidia-pytriton 0.7."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,21 @@ class Settings:
     """Parameters of one model, as text; readers below give them types."""
 
     parameters: Mapping[str, str]
+    folder: Path = Path()
+    """Where the model's own files lie."""
 
     @classmethod
     def of(cls, args: Mapping[str, str]) -> Settings:
         """From what Triton gives to `initialize`. Checks what would silently corrupt tensors, and starts logging.
 
         Raises:
-            Missing: numpy 2 or newer is what this process imported.
+            Missing: numpy 2 or newer is what this process imported, in a Triton that cannot have it.
         """
-        if int(np.__version__.partition(".")[0]) >= 2:
-            raise Missing(
-                f"numpy {np.__version__} in Triton's Python stub silently corrupts tensors; "
-                "run: pip install 'numpy>=1.26,<2'"
-            )
+        check_numpy(np.__version__, os.environ.get(TRITON, ""))
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
         declared = json.loads(args["model_config"]).get("parameters", {})
-        return cls({key: value["string_value"] for key, value in declared.items()})
+        folder = Path(args.get("model_repository", "."), args.get("model_version", "1"))
+        return cls({key: value["string_value"] for key, value in declared.items()}, folder)
 
     def text(self, key: str) -> str:
         """Raises EngineRefused: the config has no such parameter."""
@@ -65,6 +69,30 @@ class Settings:
     @property
     def instance(self) -> str:
         return os.environ.get(INSTANCE, "instance-0")
+
+    @property
+    def index(self) -> int:
+        """Of the instance among those of its role: 1 of decode-1."""
+        number = self.instance.rpartition("-")[2]
+        return int(number) if number.isdecimal() else 0
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """This instance's, of the lists for all: "0,1;2,3". None where the environment chooses.
+
+        Raises:
+            EngineRefused: there is no list for this instance.
+        """
+        text = self.parameters.get("gpus", "")
+        if not text:
+            return ()
+        lists = text.split(";")
+        if self.index >= len(lists):
+            raise EngineRefused(
+                f"{self.instance}: GPUs are named for {len(lists)} instances ({text}); give {INSTANCE} a name that "
+                f"ends in 0 to {len(lists) - 1}, or render the repository again"
+            )
+        return tuple(int(each) for each in lists[self.index].split(","))
 
     @property
     def pool_state(self) -> Path | None:
@@ -96,6 +124,27 @@ class Settings:
             pool=self._pool_options(),
         )
 
+    def llm_options(self) -> LlmOptions:
+        handoff = self.text("handoff")
+        assert handoff in ("pool", "transceiver"), f"rendered wrongly: handoff {handoff}"
+        return LlmOptions(
+            handoff="pool" if handoff == "pool" else "transceiver",
+            queue_max=self.count("queue_max"),
+            start_timeout_s=self.seconds("start_timeout_s"),
+            match_budget_s=self.seconds("match_budget_s"),
+            put_budget_s=self.seconds("put_budget_s"),
+        )
+
+    def llm_place(self) -> LlmPlace:
+        return LlmPlace(
+            engine=self.engine,
+            llm_file=self.folder / "llm.yaml",
+            connector_file=self.folder / "connector.yaml",
+            gpus=self.gpus,
+            pool_state=self.pool_state,
+            name=self.instance,
+        )
+
     def limits(self) -> Limits:
         return Limits(
             max_tokens_default=self.count("max_tokens_default"),
@@ -111,3 +160,21 @@ class Settings:
             fetch_budget_s=self.seconds("fetch_budget_s"),
             put_budget_s=self.seconds("put_budget_s"),
         )
+
+
+def check_numpy(numpy: str, triton: str) -> None:
+    """Refuse numpy 2 under a Triton that corrupts its tensors, or that does not say which it is.
+
+    Raises:
+        Missing: with the line that installs another.
+    """
+    if int(numpy.partition(".")[0]) < 2:
+        return
+    numbers = tuple(int(part) for part in triton.split(".")[:2] if part.isdecimal())
+    if len(numbers) == 2 and numbers > NUMPY_2_FAULT:
+        return
+    known = f"Triton {triton}" if triton else f"a Triton of unknown version ({TRITON} is not set)"
+    raise Missing(
+        f"numpy {numpy} in the Python stub of {known} silently corrupts tensors; "
+        "run: pip install 'numpy>=1.26,<2', or use a newer Triton's container"
+    )

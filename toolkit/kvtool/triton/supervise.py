@@ -57,7 +57,8 @@ class Supervisor:
         self._phase, self._error = "starting", ""
         self._installation = install.find(spec.tritonserver)
         names = [("front", 1), ("decode", spec.decode.instances)]
-        if spec.pool.enabled:  # without a pool there is nobody to hand a prefill's blocks to
+        direct = spec.target == "tensorrt_llm" and spec.tensorrt_llm.handoff == "transceiver"
+        if spec.pool.enabled or direct:  # else there is nobody to hand a prefill's blocks to
             names.insert(1, ("prefill", spec.prefill.instances))
         self.instances = [Instance(f"{role}-{i}", role) for role, count in names for i in range(count)]
         self._pool = PoolKeeper(spec, run_dir, self._publish) if spec.pool.enabled else None
@@ -272,6 +273,8 @@ class Supervisor:
         env = {settings.INSTANCE: instance.name, settings.PEERS: str(self.run_dir / PEERS_FILE)}
         if self._pool:
             env[settings.POOL] = str(self._pool.state_file)
+        if self.spec.target == "tensorrt_llm" and instance.role in ("prefill", "decode"):
+            env |= getattr(self.spec.tensorrt_llm, instance.role).env
         return env
 
     def _ports(self, instance: Instance) -> Ports:

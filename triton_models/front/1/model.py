@@ -10,7 +10,7 @@ class TritonPythonModel:
     def initialize(self, args):
         settings = Settings.of(args)
         self.outbox = bridge.Outbox()
-        self.front = Front(PeersFile(settings.peers), settings.limits())
+        self.front = Front(PeersFile(settings.peers), settings.limits(), handoff=settings.text("handoff"))
 
     def execute(self, requests):
         for request in requests:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvtool.engine.manifest import LayoutFields
 from kvtool.errors import EngineRefused
+from kvtool.kv.block import KeySeed
 
 SETTINGS_ENV = "KVTOOL_CONNECTOR"
 POOL_ENV = "KVTOOL_POOL"
@@ -68,6 +69,19 @@ class ConnectorSettings(BaseModel):
                 "set the least common multiple of the widths that share the pool"
             )
         return self
+
+    def seed(self, salt: str = "", lora: str = "", multimodal: tuple[str, ...] = ()) -> KeySeed:
+        """Where the chain of a request's keys starts. Over the whole model's layout: how blocks are cut into stored
+        shards comes in with each shard's key."""
+        return KeySeed(
+            namespace=self.namespace,
+            model=self.model_digest,
+            layout=self.kv.layout().fingerprint,
+            numerics=self.numerics,
+            salt=salt,
+            lora=lora,
+            multimodal=multimodal,
+        )
 
 
 def read_settings(path: Path | None = None) -> ConnectorSettings:

@@ -22,13 +22,12 @@ from typing import Any
 import yaml
 
 from kvtool.engine.trtllm.signatures import api, check_keywords
-from kvtool.engine.trtllm.version import can, installed
+from kvtool.engine.trtllm.version import Adapter, can, installed
 from kvtool.errors import EngineFailed, EngineRefused, Missing
 
 log = logging.getLogger(__name__)
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TRTLLM_VISIBLE_DEVICES")
-_MODEL_KEYS = ("model", "tokenizer")
 
 
 def clean_environment(environ: MutableMapping[str, str]) -> list[str]:
@@ -98,6 +97,12 @@ class Llm:
             visible = ",".join(map(str, gpus))
             os.environ.update(dict.fromkeys(GPU_VARIABLES, visible))
         self._llm = _within(start_timeout_s, lambda: _start(args), where)
+
+    @property
+    def own_ids(self) -> bool:
+        """Whether context requests are to have ids that no other server gives (`disagg_request_id`): with 1.3 the
+        Python transceiver came, which knows a request by that."""
+        return self.can.adapter is Adapter.PYTORCH_1_3
 
     def generate(
         self,

@@ -1,0 +1,117 @@
+"""The chain for TensorRT-LLM behind the real tritonserver: render, deploy, stream, cancel, lose a process.
+
+`tensorrt_llm` is the package that tests/contract generates from the recorded signatures: its answers depend on every
+KV byte that it reads, so the same tokens as a direct run mean that the right KV came over. No GPU is involved.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deployed
+import pytest
+from deployed import Deployed, kill, until
+from prompts import prose
+
+sys.path += [str(Path(__file__).parents[1] / each) for each in ("contract", "triton")]
+
+from bundles import build_bundle, write_checkpoint
+from generate import write
+
+from kvtool.engine.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.real
+
+PROMPT = prose(40, 3)  # some 250 bytes, so as many tokens
+OTHER = prose(38, 5)
+REPOSITORY = Path(__file__).parents[2]
+
+
+def _spec(handoff: str) -> str:
+    gpus = "prefill: {gpus: [[0]]}, decode: {gpus: [[1]]}"
+    return f"target: tensorrt_llm\ntensorrt_llm: {{handoff: {handoff}, {gpus}}}\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a bundle, and an environment that has the fake TensorRT-LLM; kvtool is run from that.
+
+    Triton's stub ignores PYTHONPATH: it sees what the environment has whose python3 comes first on PATH.
+    """
+    folder = tmp_path_factory.mktemp("trtllm")
+    fake = folder / "site"
+    fake.mkdir()
+    write(fake, "1.2.1")
+    build_bundle(folder, write_checkpoint(folder / "checkpoint"))
+    python = _environment(folder / "venv", fake, REPOSITORY / "toolkit", REPOSITORY / "plugins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployed, "KVTOOL", [str(python), "-m", "kvtool.cli.main"])
+        patch.setenv("OMPI_COMM_WORLD_RANK", "3")  # as under a launcher; nothing of it may reach TensorRT-LLM
+        yield folder
+
+
+def _environment(folder: Path, *paths: Path) -> Path:
+    """A venv over this one, with `paths` before all that is installed here; its python."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    here = sysconfig.get_paths()["purelib"]
+    (site / "here.pth").write_text("".join(f"{path}\n" for path in (*paths, here)))
+    return folder / "bin" / "python3"
+
+
+def _direct(place: Path, prompt: str, max_tokens: int) -> list[int]:
+    """The tokens of one `LLM` with nothing around it."""
+    script = (
+        "import sys\n"
+        "from tensorrt_llm import LLM, SamplingParams\n"
+        f"llm = LLM(model={str(place / 'checkpoint')!r}, skip_tokenizer_init=True,\n"
+        "    kv_cache_config={'tokens_per_block': 16})\n"
+        f"params = SamplingParams(max_tokens={max_tokens}, end_id=256, pad_id=256)\n"
+        f"out = llm.generate_async({Tokenizer(place / 'tiny').encode(prompt)!r}, params)\n"
+        "print(out.result(60).outputs[0].token_ids)\n"
+        "llm.shutdown()\n"
+    )
+    done = subprocess.run(
+        [str(place / "venv/bin/python3"), "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[int] = ast.literal_eval(done.stdout)
+    return found
+
+
+def _quiet(running: Deployed) -> None:
+    until("everything to be let go", lambda: not running.held(), 15)
+
+
+def test_the_transceiver_carries_kv_from_prefill_to_decode(place: Path, tmp_path: Path) -> None:
+    running = Deployed(tmp_path, place / "tiny", _spec("transceiver"), pool__enabled="false")
+    try:
+        first = running.ask(PROMPT, 12)
+        assert first.finish == "length" and first.tokens == _direct(place, PROMPT, 12), first
+        assert first.usage["instances"] == {"prefill": "prefill-0", "decode": "decode-0"}
+        stream = running.stream(OTHER, 200)
+        stream.take(2)
+        stream.cancel()
+        _quiet(running)
+        _lose_decode(running)
+    finally:
+        running.down()
+    assert running.left() == set()
+
+
+def _lose_decode(running: Deployed) -> None:
+    """A decode server that dies in an answer is replaced, and prefill hands over once more."""
+    victim = running.stub("decode-0", "decode_engine")
+    stream = running.stream(PROMPT, 200, ignore_eos=True)
+    stream.take(2)
+    kill(victim)
+    answer: Any = stream.rest(60)
+    assert answer.tokens == running.ask(PROMPT, 200, ignore_eos=True).tokens and len(answer.tokens) == 200, answer
+    assert answer.usage["retries"] >= 1

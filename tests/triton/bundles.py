@@ -1,0 +1,65 @@
+"""A tiny checkpoint with a byte tokenizer, and what `kvtool build` makes of it for TensorRT-LLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+BLOCK = 16
+LONGEST = 512
+VOCAB = 260
+EOS, BOS = 256, 257
+
+
+def write_checkpoint(folder: Path, **changes: object) -> Path:
+    """A Llama of two layers and two KV heads; one token for each byte."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "eos_token_id": EOS,
+        "bos_token_id": BOS,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(_tokenizer())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "bos_token": "<begin>"}))
+    weights = {"model.embed_tokens.weight": torch.zeros(VOCAB, 64, dtype=torch.bfloat16)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _tokenizer() -> str:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(symbols)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<end>", "<begin>", "<a>", "<b>")])
+    return str(tokenizer.to_str())
+
+
+def build_bundle(folder: Path, checkpoint: Path, version: str = "1.2.1", *changes: str, name: str = "tiny") -> Path:
+    """The bundle of `checkpoint` for `version`; `changes` are KEY=VALUE as of `kvtool build --set`."""
+    from kvtool.engine.trtllm.build import build
+    from kvtool.engine.trtllm.request import Asked, prepare
+
+    given = ("gpu=h100-80gb", f"max_seq_len={LONGEST}", "max_batch_size=8", f"max_num_tokens={LONGEST}", *changes)
+    asked = Asked(str(checkpoint), name, None, None, version, BLOCK, given)
+    return build(prepare(asked, None), folder / name).directory
