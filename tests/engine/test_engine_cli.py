@@ -30,7 +30,7 @@ def test_refusals_are_one_sentence_and_exit_2(tmp_path: Path, capsys: pytest.Cap
     for arguments, words in (
         (["build", str(tmp_path / "nothing")], "found nothing of that name"),
         (["engine", "verify", str(tmp_path)], "no engine here"),
-        (["build", "smollm2-135m", "--target", "tensorrt_llm"], "builds engines for torch (CPU) only"),
+        (["build", "smollm2-135m", "--target", "tensorrt_llm"], "gpu: Field required; set it with --set gpu=VALUE"),
     ):
         assert main(arguments) == 2
         said = capsys.readouterr().err

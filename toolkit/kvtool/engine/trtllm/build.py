@@ -265,9 +265,7 @@ def _make_engine(todo: Plan, tell: Progress, say: Log) -> None:
     check_engine(directory, request)
     folders = [path.name for path in directory.iterdir() if path.is_dir()]
     if folders:
-        raise BuildFailed(
-            f"{directory / folders[0]}: trtllm-build left a folder that kvtool does not know; LoRA is not built"
-        )
+        raise BuildFailed(f"trtllm-build left a folder that kvtool does not know, {folders[0]}; nothing was kept")
 
 
 def _counting(tell: Progress, command: Command) -> Callable[[int], None]:
