@@ -203,9 +203,7 @@ def test_what_is_missing_here_is_refused_before_anything_is_written(
         build(want, out)
     program.rename(program.with_suffix(".away"))
     monkeypatch.setenv("KVTOOL_TRTLLM_EXAMPLES", str(tmp_path / "trt" / "examples"))
-    with pytest.raises(
-        EngineRefused, match=r"trtllm-build is not on the PATH, though tensorrt_llm 1\.2\.1"
-    ):
+    with pytest.raises(EngineRefused, match=r"trtllm-build is not on the PATH, though tensorrt_llm 1\.2\.1"):
         build(want, out)
     distribution(monkeypatch, {"tensorrt_llm": "1.2.0"}, ["tensorrt~=10.13"])
     with pytest.raises(EngineRefused, match=r"asked for 1\.2\.1, tensorrt_llm 1\.2\.0 is installed"):

@@ -23,8 +23,8 @@ from kvtool.engine.manifest import FILE, CheckpointReference, Manifest, TensorRT
 from kvtool.engine.trtllm import files as written
 from kvtool.engine.trtllm.bundle import CONNECTOR_FILE, LLM_FILE
 from kvtool.engine.trtllm.commands import EXAMPLES, EXAMPLES_ENV, Command, commands
-from kvtool.engine.trtllm.environ import without_mpi_job
 from kvtool.engine.trtllm.gpus import gpu
+from kvtool.engine.trtllm.llm import clean_environment
 from kvtool.engine.trtllm.request import UNKNOWN_DIGEST, Request
 from kvtool.engine.trtllm.run import Log, run
 from kvtool.engine.trtllm.source import kind_of, read_table, special_ids
@@ -254,7 +254,9 @@ def _make_engine(todo: Plan, tell: Progress, say: Log) -> None:
     request, directory = todo.request, todo.directory
     scratch = directory / SCRATCH
     (scratch / "checkpoint").mkdir(parents=True)
-    environment = without_mpi_job(os.environ) | todo.environment
+    environment = dict(os.environ)
+    clean_environment(environment)
+    environment |= todo.environment
     for command in todo.commands:
         tell(command.title, 0, command.ranks)
         run(command, environment, scratch, say, _counting(tell, command))
