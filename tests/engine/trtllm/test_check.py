@@ -11,6 +11,7 @@ from trtllm_samples import asked, checkpoint, distribution, request
 from kvtool.engine.trtllm.build import build
 from kvtool.engine.trtllm.check import check_gpu_arch, check_installed, check_paged_reuse
 from kvtool.engine.trtllm.request import prepare, roles_of
+from kvtool.engine.trtllm.source import read_source
 from kvtool.errors import CheckpointRefused, EngineRefused, SpecRefused
 
 
@@ -67,7 +68,7 @@ def test_model_decides_what_may_be_split(tmp_path: Path) -> None:
     assert request(moe, "tensor_parallel=4", "expert_parallel=4").settings.world_size == 4
     with pytest.raises(EngineRefused, match=r"expert_parallel: wanted a divisor of tensor_parallel \(2\)"):
         request(moe, "tensor_parallel=2", "expert_parallel=4")
-    grouped = checkpoint(tmp_path / "g", num_attention_heads=12, num_key_value_heads=6)
+    grouped = checkpoint(tmp_path / "g", num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
     assert request(grouped, "tensor_parallel=3").settings.tensor_parallel == 3
     assert request(grouped, "tensor_parallel=12").settings.tensor_parallel == 12
     with pytest.raises(EngineRefused, match="a divisor or a multiple of the 6 KV heads, found 4"):
@@ -104,7 +105,7 @@ def test_what_the_checkpoint_carries_decides(tmp_path: Path) -> None:
 )
 def test_quantisation_is_read_from_config(tmp_path: Path, table: dict[str, object], word: str) -> None:
     source = checkpoint(tmp_path / "m", quantization_config=table)
-    assert request(source, f"quantisation={word}").source.quantisation == word
+    assert read_source(source).quantisation == word
     with pytest.raises(EngineRefused, match=f"the checkpoint has {word}"):
         request(source)
 
