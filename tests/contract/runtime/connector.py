@@ -31,13 +31,16 @@ def _method(entry: dict[str, Any]) -> Any:
     return abstractmethod(method) if entry.get("abstract") else method
 
 
-class _Held(ABC):  # noqa: B024
-    """What the recorded base classes do themselves."""
-
+class _Init(ABC):  # noqa: B024
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
-        self._metadata: Any = None
         super().__init__()
+
+
+class _Held(_Init):
+    """What the recorded worker does itself."""
+
+    _metadata: Any = None
 
     def bind_connector_meta(self, metadata: object) -> None:
         self._metadata = metadata
@@ -81,7 +84,7 @@ def _base(name: str) -> Any:
             body[method] = _register_layout
         elif "optional" not in entry.get("since", ""):  # the optional ones are called where a connector has them
             body[method] = _method(entry)
-    held = _Held if name.endswith("Worker") else type("_Init", (ABC,), {"__init__": _Held.__init__})
+    held = _Held if name.endswith("Worker") else _Init
     return type(name, (held,), {**body, "__module__": "tensorrt_llm._fake.connector"})
 
 

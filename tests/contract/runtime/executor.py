@@ -116,7 +116,12 @@ class Executor:
         self.manager: KvCacheConnectorManager | None = None
         self.forward_callable: Callable[[], None] | None = None
         if connector is not None:
-            self._connect(connector, llm_args)
+            try:
+                self._connect(connector, llm_args)
+            except BaseException:
+                self.rank.host.abort()
+                self.close()
+                raise
 
     def _connect(self, connector: tuple[Any, Any], llm_args: Any) -> None:
         worker, scheduler = build(self.rank, *connector, llm_args)
@@ -157,7 +162,8 @@ class Executor:
             here = stopping and not (self.waiting or self.active or self.held or self.previous or outstanding)
             if all(self.rank.host.allgather(here)):
                 break
-            now = (len(self.done), len(self.active), sum(state.made for state in self.active), len(self.held), commands)
+            made = sum(state.made + state.position for state in self.active)
+            now = (len(self.done), len(self.active), len(self.waiting), made, len(self.held))
             if now != mark or not (self.active or self.held or self.waiting):
                 mark, moved_s = now, time.monotonic()
             rule(time.monotonic() - moved_s < STUCK_S, f"nothing moved for {STUCK_S:.0f} s: {self._where()}")
@@ -180,7 +186,7 @@ class Executor:
     def step(self, commands: Commands) -> None:
         for one in commands.reset:
             state = next((state for state in self.active if state.request_id == one), None)
-            if state is not None and state.state in (_WAITING, _RUNNING) and self.setup.evicting:
+            if state is not None and state.added and state.state in (_WAITING, _RUNNING):
                 self._settle()
                 if state in self.active:
                     self._reset(state)
