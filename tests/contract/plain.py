@@ -239,10 +239,7 @@ def classes(module: str, shared: Shared) -> tuple[Any, Any]:
             for kind, fresh in (("saving", finished_gen_req_ids), ("loading", started_loading_req_ids)):
                 self.asked[kind].extend(fresh)
                 early = is_(f"reports {kind[:-3].replace('sav', 'save')}s early")
-                ended = [
-                    one for one in self.asked[kind]
-                    if early or (self._kept(kind, one) and all(event.query() for event in self.events[kind].get(one, ())))
-                ]  # fmt: skip
+                ended = [one for one in self.asked[kind] if early or self._over(kind, one)]
                 self.asked[kind] = [one for one in self.asked[kind] if one not in ended]
                 for one in ended:
                     self.events[kind].pop(one, None)
@@ -253,7 +250,9 @@ def classes(module: str, shared: Shared) -> tuple[Any, Any]:
                 out[0] = [*out[0], 10**6]
             return out[0], out[1]
 
-        def _kept(self, kind: str, one: int) -> bool:
-            return not (is_("forgets a save") and kind == "saving" and one not in self.events[kind])
+        def _over(self, kind: str, one: int) -> bool:
+            if is_("forgets a save") and kind == "saving" and one not in self.events[kind]:
+                return False
+            return all(event.query() for event in self.events[kind].get(one, ()))
 
     return Worker, Scheduler

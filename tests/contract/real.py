@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -38,7 +39,7 @@ def settings(
         "pool_state": None if state is None else str(state),
         "namespace": namespace,
         "model_digest": "ab" * 32,
-        "kv": {name: getattr(kv, name) for name in ("layers", "kv_heads", "head_dim", "block_tokens", "dtype", "order", "kv_factor")},
+        "kv": dataclasses.asdict(kv),
         "tensor_parallel": tp,
         "stored_parallel": stored,
         "claim_budget_s": 2.0,
