@@ -20,6 +20,10 @@ from kvtool.errors import CheckpointRefused, EngineRefused, SpecRefused
     [
         (["max_num_tokens=250"], r"max_num_tokens: wanted a multiple of block_tokens \(32\)"),
         (["max_num_tokens=32", "max_batch_size=64"], r"max_num_tokens: wanted at least max_batch_size \(64\)"),
+        (
+            ["max_num_tokens=512", "max_batch_size=2", "max_seq_len=128"],
+            r"at most max_seq_len x max_batch_size \(256\)",
+        ),
         (["max_seq_len=513"], r"max_seq_len: wanted at most the model's context \(512\), found 513"),
         (["tensor_parallel=3"], "tensor_parallel: wanted a divisor of the 4 attention heads, found 3"),
         (["expert_parallel=2"], "expert_parallel: LlamaForCausalLM has no experts"),

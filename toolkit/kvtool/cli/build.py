@@ -64,7 +64,13 @@ def build(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Turn a checkpoint into an engine directory. Doing it again does nothing."""
+    """Turn a checkpoint into an engine directory. Doing it again does nothing.
+
+    For TensorRT-LLM: a bundle that its PyTorch backend loads, made on any machine, or (backend: tensorrt, up to 1.2)
+    an engine, compiled where tensorrt_llm and the GPU are. That takes the example scripts of the same release from
+    /app/tensorrt_llm/examples, or from where KVTOOL_TRTLLM_EXAMPLES says. Where prefill and decode differ there are
+    two: NAME-prefill and NAME-decode.
+    """
     target = _target(source, target)
     if target == "tensorrt_llm":
         from kvtool.cli.build_trtllm import build_trtllm

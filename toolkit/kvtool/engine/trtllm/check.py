@@ -150,6 +150,12 @@ def _check_tokens(source: Source, settings: TrtllmSettings, block_tokens: int) -
             f"max_num_tokens: wanted at least max_batch_size ({settings.max_batch_size}), a token for each sequence of "
             f"a step, found {settings.max_num_tokens}"
         )
+    if settings.max_num_tokens > settings.max_seq_len * settings.max_batch_size:
+        raise EngineRefused(
+            f"max_num_tokens: wanted at most max_seq_len x max_batch_size "
+            f"({settings.max_seq_len * settings.max_batch_size}), more never meet in a step, found "
+            f"{settings.max_num_tokens}"
+        )
     if settings.max_seq_len > source.facts.context:
         raise EngineRefused(
             f"max_seq_len: wanted at most the model's context ({source.facts.context}), found {settings.max_seq_len}"
