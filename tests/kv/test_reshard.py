@@ -96,6 +96,12 @@ def test_every_pair_of_widths_is_byte_exact_there_and_back(a: int, b: int, heads
     _check(kv, Cut(a), Cut(b), None, seed=a * 100 + b)
 
 
+@pytest.mark.parametrize(("a", "b"), list(product([2, 3, 4, 6, 12, 24], repeat=2)))
+def test_widths_that_are_no_multiples_of_each_other_cut_across_parts(a: int, b: int) -> None:
+    kv = KVLayout(layers=2, kv_heads=12, head_dim=2, block_tokens=2)
+    _check(kv, Cut(a), Cut(b), Scales("head"), seed=a * 100 + b)
+
+
 @pytest.mark.parametrize("scales", SCALES[1:], ids=lambda s: s.per)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize(("a", "b"), PAIRS)
