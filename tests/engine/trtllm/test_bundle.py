@@ -15,8 +15,8 @@ from kvtool.engine.load import load_engine
 from kvtool.engine.manifest import FILE, read_manifest
 from kvtool.engine.trtllm.build import build
 from kvtool.engine.trtllm.bundle import CONNECTOR_FILE, LLM_FILE, read_bundle
+from kvtool.engine.trtllm.digest import digest
 from kvtool.engine.trtllm.request import prepare
-from kvtool.engine.trtllm.source import digest
 from kvtool.errors import CheckpointRefused, EngineRefused, Missing
 
 

@@ -160,10 +160,12 @@ def test_trtllm_checkpoint_is_not_converted_and_an_engine_only_copied(
     (ready / "config.json").write_text(json.dumps(config))
     (ready / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     (ready / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5], "bos_token_id": 0}))
-    (ready / "rank0.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    head = b'{"transformer.layers.0.attention.kv_cache_scaling_factor":{"data_offsets":[0,4]}}'
+    weights = len(head).to_bytes(8, "little") + head + bytes(4)
+    (ready / "rank0.safetensors").write_bytes(weights)
     with pytest.raises(CheckpointRefused, match=r"rank1\.safetensors is missing \(1 of 2 ranks\); .*tp_size 2"):
         request(ready, ENGINE)
-    (ready / "rank1.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    (ready / "rank1.safetensors").write_bytes(weights)
     want = (ENGINE, "tensor_parallel=2", "kv_dtype=int8")
     with pytest.raises(EngineRefused, match=r"split for tensor, pipeline, context parallel \(2, 1, 1\), the settings"):
         request(ready, ENGINE, "kv_dtype=int8")
@@ -188,6 +190,26 @@ def _without_int8(ready: Path) -> Path:
     config["quantization"] = {}
     (other / "config.json").write_text(json.dumps(config))
     return other
+
+
+def test_quantised_kv_is_known_by_its_scales(
+    source: Path, pid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calibrations that found other scales give KV that must not meet; two splits of one calibration may."""
+    want, digests = (ENGINE, "quantisation=fp8", "kv_dtype=fp8"), {}
+    for name, scale, changes in (
+        ("one", "0.5", ()),
+        ("split", "0.5", ("tensor_parallel=2",)),
+        ("stages", "0.5", ("pipeline_parallel=2",)),
+        ("other", "0.25", ()),
+    ):
+        monkeypatch.setenv("FAKE_SCALE", scale)
+        digests[name] = build(request(source, *want, *changes), tmp_path / name).manifest.model_digest
+    assert digests["one"] == digests["split"] != digests["other"] and digests["stages"] != digests["other"]
+    monkeypatch.setenv("FAKE_MODE", "quantize.py:no-scales")
+    with pytest.raises(CheckpointRefused, match="quantised KV without scales"):
+        build(request(source, *want), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_what_is_missing_here_is_refused_before_anything_is_written(

@@ -3,6 +3,7 @@ written and run, recipe by recipe and version by version, and not by asking the 
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import yaml
 from trtllm_samples import asked, checkpoint, request
 
 from kvtool.engine.recipe import find_recipe, recipe_names
+from kvtool.engine.sampling import Sampling
 from kvtool.engine.trtllm import files, signatures
 from kvtool.engine.trtllm.build import Plan, plan
 from kvtool.engine.trtllm.request import prepare, roles_of
 from kvtool.engine.trtllm.version import KNOWN, can
 from kvtool.errors import EngineRefused
+from kvtool.serve.request import Request as ServeRequest
+from kvtool.serve.trtllm_terms import context_keywords, generation_keywords, sampling_keywords
 
 RECIPES = [name for name in recipe_names() if (found := find_recipe(name)) and found.target == "tensorrt_llm"]
 NESTED = {"kv_cache_config": "KvCacheConfig", "plugin_config": "PluginConfig"}
@@ -113,3 +117,41 @@ def test_flags_of_plugins_say_what_the_file_says(tmp_path: Path) -> None:
         wanted = words[value] if isinstance(value, bool) or value is None else str(value)
         assert given[f"--{key}"] == wanted, key
     assert can("1.2.1", "tensorrt").engine_build and given["--workers"] == "2"
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_requests_pass_only_what_is_recorded(version: str) -> None:
+    for sampling in (Sampling(), Sampling(temperature=0.7, top_p=0.9, top_k=4, seed=3)):
+        for ignore in (True, False):
+            asked_for = ServeRequest("r", (1, 2), 4, sampling, ignore_eos=ignore)
+            assert_known(sampling_keywords(asked_for, 4, [1, 2]), "SamplingParams", version)
+    own_ids = version.startswith(("1.3", "1.4"))  # as the door to LLM has it
+    assert_known(context_keywords(own_ids), "DisaggregatedParams", version)
+    state = {"first_gen_tokens": [1], "ctx_request_id": 3, "opaque_state": "AAE=", "draft_tokens": []}
+    assert_known(generation_keywords(state), "DisaggregatedParams", version)
+
+
+def test_calls_of_tensorrt_llm_in_the_code_name_only_what_is_recorded() -> None:
+    """Read from the source: a keyword of a call to one of its classes, or to a method of LLM, in any file."""
+    root, found = Path(__file__).parents[3], set[str]()
+    methods = {one["name"] for one in signatures.api()["LLM"]["methods"]} - {"__init__"}
+    for path in [*root.glob("toolkit/**/*.py"), *root.glob("plugins/**/*.py"), *root.glob("triton_models/**/*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tensorrt_llm")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            given = {keyword.arg for keyword in node.keywords if keyword.arg}
+            if isinstance(node.func, ast.Name) and node.func.id in imported:
+                found.add(node.func.id)
+                assert given <= recorded(node.func.id, "1.2.1"), f"{path}: {node.func.id}({given})"
+            if imported and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
+                found.add(node.func.attr)
+                known = signatures.parameters("LLM", node.func.attr, "1.2.1")
+                assert given <= set(known), f"{path}: {node.func.attr}({given})"
+    assert {"LLM", "SamplingParams", "DisaggregatedParams", "generate_async"} <= found

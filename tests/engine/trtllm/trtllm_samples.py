@@ -49,7 +49,7 @@ def request(source: Path | str, *changes: str, version: str = "1.2.1", **more: A
 
 PROGRAM = '''#!{python}
 """Stands for trtllm-build, convert_checkpoint.py and quantize.py: reads the same flags, writes the same names."""
-import json, os, pathlib, sys, time
+import json, os, pathlib, struct, sys, time
 
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 mode, name = os.environ.get("FAKE_MODE", ""), pathlib.Path(sys.argv[0]).name
@@ -87,8 +87,12 @@ else:
 if what == "fail":
     print("[E] CUDA out of memory", flush=True)
     sys.exit(3)
+scale = struct.pack("<f", float(os.environ.get("FAKE_SCALE", "0.5")))
+head = json.dumps({{"transformer.layers.0.attention.kv_cache_scaling_factor":
+    {{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}}} if what != "no-scales" else {{}}).encode()
 for rank in range(ranks - (what == "short")):
-    (out / f"rank{{rank}}.{{suffix}}").write_bytes(b"weights" * 100)
+    whole = struct.pack("<Q", len(head)) + head + scale
+    (out / f"rank{{rank}}.{{suffix}}").write_bytes(whole)
     print(f"[I] rank {{rank}} done", flush=True)
 (out / "config.json").write_text("{{" if what == "garbage" else json.dumps(table))
 '''

@@ -23,6 +23,7 @@ from kvtool.engine.manifest import FILE, CheckpointReference, Manifest, TensorRT
 from kvtool.engine.trtllm import files as written
 from kvtool.engine.trtllm.bundle import CONNECTOR_FILE, LLM_FILE
 from kvtool.engine.trtllm.commands import EXAMPLES, EXAMPLES_ENV, Command, commands
+from kvtool.engine.trtllm.digest import kv_scales
 from kvtool.engine.trtllm.gpus import gpu
 from kvtool.engine.trtllm.llm import clean_environment
 from kvtool.engine.trtllm.request import UNKNOWN_DIGEST, Request
@@ -88,12 +89,13 @@ def plan(request: Request, directory: Path) -> Plan:
     return Plan(request, directory, texts, source.files, steps, environment)
 
 
-def model_digest(request: Request) -> str:
-    """Equal for engines whose KV is the same, however they are split over ranks: prefill and decode share blocks."""
+def model_digest(request: Request, scales: str = "") -> str:
+    """Equal for engines whose KV is the same, however they are split over ranks: prefill and decode share blocks.
+    `scales`: of KV that this very build quantised; those of a checkpoint are in its digest."""
     if request.digest == UNKNOWN_DIGEST:
         return UNKNOWN_DIGEST
     whole = blake3(b"kvtool trtllm model 1\0")
-    for text in (request.digest, request.settings.quantisation, request.source.dtype):
+    for text in (request.digest, request.settings.quantisation, request.source.dtype, *([scales] if scales else [])):
         whole.update(f"{text}\0".encode())
     return whole.hexdigest()
 
@@ -141,9 +143,8 @@ def build(
             (directory / name).write_text(text, encoding="utf-8")
         for name, raw in todo.copies.items():
             (directory / name).write_bytes(raw)
-        if request.able.engine_build:
-            _make_engine(todo, tell, say)
-        manifest = manifest_of(todo, identity)
+        scales = _make_engine(todo, tell, say) if request.able.engine_build else ""
+        manifest = manifest_of(todo, identity, scales)
         (directory / FILE).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
         tell("flushing to disk", 0, 0)
         flush(directory)
@@ -187,7 +188,7 @@ def check_engine(directory: Path, request: Request) -> None:
             raise BuildFailed(f"{engine}: missing or empty; the engine of {settings.world_size} ranks was not kept")
 
 
-def manifest_of(todo: Plan, identity: str) -> Manifest:
+def manifest_of(todo: Plan, identity: str, scales: str = "") -> Manifest:
     """The manifest over the files that are in the plan's directory."""
     from kvtool.engine.checkpoint import file_digest
 
@@ -198,10 +199,13 @@ def manifest_of(todo: Plan, identity: str) -> Manifest:
         identity,
         files={name: (directory / name).stat().st_size for name in names},
         digests={name: file_digest(directory / name).hex() for name in names},
+        scales=scales,
     )
 
 
-def describe(request: Request, identity: str, files: dict[str, int], digests: dict[str, str]) -> Manifest:
+def describe(
+    request: Request, identity: str, files: dict[str, int], digests: dict[str, str], scales: str = ""
+) -> Manifest:
     source, settings = request.source, request.settings
     layout = written.layout_of(source, settings, request.block_tokens)
     eos, bos = special_ids(source)
@@ -215,7 +219,7 @@ def describe(request: Request, identity: str, files: dict[str, int], digests: di
         decode_weights=source.dtype if settings.quantisation == "none" else settings.quantisation,
         kv=written.layout_fields(layout),
         kv_fingerprint=layout.fingerprint,
-        model_digest=model_digest(request),
+        model_digest=model_digest(request, scales),
         source_digest=identity,
         vocab_size=source.facts.vocab,
         context_tokens_max=settings.max_seq_len,
@@ -250,7 +254,8 @@ def describe(request: Request, identity: str, files: dict[str, int], digests: di
     )
 
 
-def _make_engine(todo: Plan, tell: Progress, say: Log) -> None:
+def _make_engine(todo: Plan, tell: Progress, say: Log) -> str:
+    """Run the commands and check what they made. Returns the digest of KV scales that a conversion found, or ""."""
     request, directory = todo.request, todo.directory
     scratch = directory / SCRATCH
     (scratch / "checkpoint").mkdir(parents=True)
@@ -263,11 +268,21 @@ def _make_engine(todo: Plan, tell: Progress, say: Log) -> None:
     if request.source.kind == "engine":
         assert request.source.path is not None
         _copy_engine(request.source.path, directory, tell)
+    scales = _scales(request, scratch / "checkpoint")
     shutil.rmtree(scratch)
     check_engine(directory, request)
     folders = [path.name for path in directory.iterdir() if path.is_dir()]
     if folders:
         raise BuildFailed(f"trtllm-build left a folder that kvtool does not know, {folders[0]}; nothing was kept")
+    return scales
+
+
+def _scales(request: Request, converted: Path) -> str:
+    if request.source.kind == "engine" or request.settings.kv_dtype == request.source.dtype:
+        return ""
+    checkpoint = request.source.path if request.source.kind == "trtllm" else converted
+    assert checkpoint is not None
+    return kv_scales(checkpoint, request.settings.tensor_parallel * request.settings.context_parallel)
 
 
 def _counting(tell: Progress, command: Command) -> Callable[[int], None]:

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from kvtool.engine.recipe import Recipe, recipe_for, recipe_names
 from kvtool.engine.trtllm.check import check
+from kvtool.engine.trtllm.digest import Covers, digest
 from kvtool.engine.trtllm.settings import Role, TrtllmSettings
 from kvtool.engine.trtllm.sizing import check as check_fits
-from kvtool.engine.trtllm.source import Covers, Source, digest, read_source
+from kvtool.engine.trtllm.source import Source, read_source
 from kvtool.engine.trtllm.version import Can, can, installed
 from kvtool.errors import CheckpointRefused, EngineRefused, Missing, SpecRefused
 

@@ -4,27 +4,20 @@
     architecture and dtype                a TensorRT-LLM checkpoint, already split over ranks
     else                                  a Hugging Face checkpoint
 
-Weights are never loaded and never copied. Their digest covers, of each file, its size, the safetensors header (names,
-types, shapes, places) and four KiB in the middle of every tensor: another training run, a merged adapter or another
-quantisation changes every matrix that it touches, so it shows there, and a 700 GB checkpoint takes seconds. An edit of
-a few rows of one matrix may not show; `bytes` reads everything (about 5 GB a second and core where the disk allows).
+Weights are never loaded and never copied; digest.py says how they are told apart.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-from blake3 import blake3
 
 from kvtool.engine.facts import ModelFacts, facts_of
 from kvtool.errors import CheckpointRefused
 
 Kind = Literal["huggingface", "trtllm", "engine"]
-Covers = Literal["headers", "bytes"]
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,10 +25,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SAMPLE = 4096
-HEADER_MAX = 256 << 20
-SMALL = 64 << 20
-"""Files up to this size that are no weights are digested whole."""
 
 QUANTISATION = {"FP8": "fp8", "FP8_BLOCK_SCALES": "fp8_block_scales", "W4A16_AWQ": "w4a16_awq", "NVFP4": "nvfp4"}
 """TensorRT-LLM's QuantAlgo -> the word in settings."""
@@ -142,56 +131,6 @@ def weight_files(path: Path) -> list[Path]:
         lacks = f"{missing[0]} ({len(missing)} of {len(found)} files) is missing" if missing else "no weights here"
         raise CheckpointRefused(f"{path}: {lacks}; wanted safetensors files, whole, as the checkpoint was published")
     return found
-
-
-def digest(path: Path, covers: Covers = "headers") -> str:
-    """BLAKE3 over config, tokenizer, index and weights of the checkpoint at `path`.
-
-    Raises:
-        CheckpointRefused: weights are missing or damaged.
-    """
-    whole = blake3(f"kvtool checkpoint 1 {covers}\0".encode())
-    weights = weight_files(path)
-    others = [p for p in path.iterdir() if p.is_file() and p not in weights and p.stat().st_size <= SMALL]
-    kept = [p for p in others if p.suffix in (".json", ".jinja", ".model", ".tiktoken") and p.name != "engine.json"]
-    for file in [*sorted(kept), *weights]:
-        whole.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        if covers == "bytes" or file in kept:
-            whole.update(blake3(max_threads=blake3.AUTO).update_mmap(file).digest())
-        elif file.suffix == ".safetensors":
-            _sample_tensors(file, whole)
-        else:
-            _sample_places(file, whole)
-    return whole.hexdigest()
-
-
-def _sample_tensors(path: Path, into: blake3) -> None:
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if not 2 <= size <= HEADER_MAX:
-                raise ValueError(f"a header of {size} bytes")
-            raw = file.read(size)
-            into.update(raw)
-            header = json.loads(raw)
-            end = path.stat().st_size - 8 - size
-            spans = sorted(tuple(one["data_offsets"]) for name, one in header.items() if name != "__metadata__")
-            if any(not 0 <= first <= last <= end for first, last in spans):
-                raise ValueError("a tensor that ends behind the file")
-            for first, last in spans:
-                file.seek(8 + size + max(first, (first + last - SAMPLE) // 2))
-                into.update(file.read(min(SAMPLE, last - first)))
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointRefused(f"{path}: wanted a safetensors file, found a damaged one ({error})") from None
-
-
-def _sample_places(path: Path, into: blake3) -> None:
-    """A KiB or four at 256 places, evenly, and at both ends: of engines, which have no table of contents."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        for place in range(257):
-            file.seek(max(0, (size - SAMPLE) * place // 256))
-            into.update(file.read(SAMPLE))
 
 
 def _huggingface(path: Path, config: dict[str, Any], files: dict[str, bytes]) -> Source:
