@@ -52,6 +52,9 @@ class ConnectorSettings(BaseModel):
     """Which blocks go to the pool: all, those of prompts, or none."""
     claim_budget_s: float = Field(default=0.25, gt=0)
     """Longest that admission waits for blocks; what is not staged by then is computed."""
+    lora: dict[str, str] = Field(default_factory=dict)
+    """Adapter id -> digest of its weights. Ids are each server's own, so requests with an adapter that is not listed
+    are neither matched nor saved."""
     save_budget_s: float = Field(default=2.0, gt=0)
     staging_bytes: int = Field(default=1 << 30, ge=1)
     """Pinned host memory of each rank, for blocks on their way in and out."""
