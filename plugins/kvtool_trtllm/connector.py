@@ -48,7 +48,13 @@ def _bases() -> tuple[Any, Any]:
 
 
 if TYPE_CHECKING:
-    _SchedulerBase = _WorkerBase = object
+
+    class _SchedulerBase:
+        def __init__(self, llm_args: Any) -> None: ...
+
+    class _WorkerBase(_SchedulerBase):
+        def bind_connector_meta(self, metadata: object) -> None: ...
+
 else:
     _SchedulerBase, _WorkerBase = _bases()
 
@@ -59,7 +65,7 @@ class KvtoolConnectorScheduler(_SchedulerBase):
     supports_attention_dp = False
 
     def __init__(self, llm_args: Any) -> None:
-        super().__init__(llm_args)  # type: ignore[call-arg]
+        super().__init__(llm_args)
         settings = read_settings()
         check_engine(llm_args, settings, can(str(installed())))
         address, key = address_of(settings.control, settings.key_file)
@@ -110,7 +116,7 @@ class KvtoolConnectorWorker(_WorkerBase):
     supports_attention_dp = False
 
     def __init__(self, llm_args: Any) -> None:
-        super().__init__(llm_args)  # type: ignore[call-arg]
+        super().__init__(llm_args)
         settings = read_settings()
         check_engine(llm_args, settings, can(str(installed())))
         self.substance = Worker(settings, rank_of(settings.tensor_parallel))
@@ -125,7 +131,7 @@ class KvtoolConnectorWorker(_WorkerBase):
         self.substance.register_layout(layout)
 
     def bind_connector_meta(self, metadata: object) -> None:
-        super().bind_connector_meta(metadata)  # type: ignore[misc]
+        super().bind_connector_meta(metadata)
         assert isinstance(metadata, Meta), f"metadata of another connector: {type(metadata).__name__}"
         self.substance.bind(metadata)
 

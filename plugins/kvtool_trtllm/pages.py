@@ -112,7 +112,8 @@ def of_layout(layout: Any, settings: ConnectorSettings, rank: int) -> EnginePage
     shape = _Shape(settings, rank)
     if layout.tokens_per_block != shape.kv.block_tokens:
         raise EngineRefused(
-            f"the engine's blocks have {layout.tokens_per_block} tokens, the connector's settings {shape.kv.block_tokens}"
+            f"the engine's blocks have {layout.tokens_per_block} tokens, the connector's settings want "
+            f"{shape.kv.block_tokens}"
         )
     groups, at, memory = [], 0, None
     for index, described in enumerate(layout.groups):
@@ -150,8 +151,8 @@ def _buffers(region: Any, rows: torch.Tensor, shape: _Shape, runs: dict[tuple[in
     size = region.size // max(1, len(region.buffers))
     if size != shape.buffer or size * len(region.buffers) != region.size:
         raise EngineRefused(
-            f"a region of {region.size} bytes with {len(region.buffers)} buffers, the connector's settings make buffers of "
-            f"{shape.buffer} bytes; build the bundle again for this engine"
+            f"a region of {region.size} bytes with {len(region.buffers)} buffers, the connector's settings make buffers "
+            f"of {shape.buffer} bytes; build the bundle again for this engine"
         )
     for place, buffer in enumerate(region.buffers):
         factor = sum(layer == buffer.layer_id for layer, _ in runs)

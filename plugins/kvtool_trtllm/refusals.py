@@ -50,9 +50,7 @@ def _parallel(llm_args: Any, settings: ConnectorSettings, can: Can) -> list[str]
         )
     if value_of(llm_args, "enable_attention_dp"):
         if not can.attention_dp_connector:
-            faults.append(
-                f"enable_attention_dp: TensorRT-LLM {can.version} has no connectors with it, 1.4 has; set false"
-            )
+            faults.append(f"enable_attention_dp: TensorRT-LLM {can.version} has no connectors with it; set false")
         else:
             faults.append("enable_attention_dp: kvtool's connector matches on rank 0 for all ranks; set false")
     return faults
@@ -80,8 +78,8 @@ def _cache(llm_args: Any, settings: ConnectorSettings) -> list[str]:
     block_tokens = value_of(cache, "tokens_per_block")
     if block_tokens is not None and block_tokens != settings.kv.block_tokens:
         faults.append(
-            f"kv_cache_config.tokens_per_block: found {block_tokens}, the pool's blocks have {settings.kv.block_tokens}; "
-            "build the bundle again, or set it"
+            f"kv_cache_config.tokens_per_block: found {block_tokens}, the pool's blocks have "
+            f"{settings.kv.block_tokens}; build the bundle again, or set it"
         )
     if value_of(cache, "enable_partial_reuse"):
         faults.append(
@@ -91,7 +89,7 @@ def _cache(llm_args: Any, settings: ConnectorSettings) -> list[str]:
     windows = value_of(cache, "max_attention_window")
     if windows and len(set(windows)) > 1 and value_of(cache, "use_kv_cache_manager_v2") is not True:
         faults.append(
-            f"kv_cache_config.max_attention_window: found {windows}; the V1 cache manager gives a connector one window, "
+            f"kv_cache_config.max_attention_window: found {windows}; the V1 cache manager gives a connector one, "
             "set use_kv_cache_manager_v2 (1.3 and later), or one window"
         )
     return faults

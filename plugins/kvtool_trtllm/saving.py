@@ -1,8 +1,8 @@
 """Saves: whole blocks out of the engine's pages into the pool, behind its forward passes.
 
-A pass that completes a block writes its last KV, so the gather runs on a stream of ours behind an event of the engine's:
-the one that the forward-pass callable records (under CUDA graphs too), or layer by layer in an eager pass, so that most
-of the copying is over before the pass is. The engine's stream then waits for the gathers before it goes on. That orders
+A pass that completes a block writes its last KV, so the gather runs on a stream of ours behind an event of the
+engine's: the one that the forward-pass callable records (under CUDA graphs too), or layer by layer in an eager pass, so
+that most of the copying is over before the pass is. The engine's stream then waits for the gathers before it goes on. That orders
 them before whatever the pages are used for next, whoever gives them back and why: a finished request, a window that
 moved on, a reset. The price is the copy of what a pass completed, and it overlaps with the layers behind it.
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Batch:
-    """Blocks of one Save that found staging memory. `torn` once the request was reset before its gather had ended."""
+    """Blocks of one Save that found staging memory."""
 
     request_id: int
     keys: tuple[BlockKey, ...]
@@ -40,7 +40,6 @@ class _Batch:
     pages: Pages
     slots: list[int]
     event: Any = None
-    torn: bool = False
 
 
 class Saver:
@@ -66,6 +65,7 @@ class Saver:
 
     def begin(self, saves: tuple[Save, ...]) -> None:
         """This iteration's. A rank that owns none of the stored shards (replicated heads) saves nothing."""
+        self.forget(tuple(batch.request_id for batch in self._now))  # of a pass that never ran
         self._now, self._gathered, self._passed = [], set(), None
         if not self._parts:
             return

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvtool.errors import EngineFailed, EngineRefused
 from kvtool.kv.block import BlockKey
 from kvtool.kv.shard import shard_key
@@ -54,7 +52,8 @@ class Slots:
         """Up to `wanted` slots; the rest is counted as dropped."""
         with self._lock:
             room = min(wanted, self._most[kind] - self._used[kind], len(self._free))
-            taken = [self._free.pop() for _ in range(max(room, 0))]
+            self._free.sort()  # neighbours, so that copies are long
+            taken = [self._free.pop(0) for _ in range(max(room, 0))]
             self._used[kind] += len(taken)
             self.dropped[kind] += wanted - len(taken)
             now_s = self._now_s()
@@ -164,7 +163,3 @@ class Staging:
             self._slots.give(slots)
             raise EngineFailed(f"load {load_id}: wanted {blocks} staged blocks, found {len(slots)}")
         return slots
-
-    def rows(self, slots: Sequence[int]) -> torch.Tensor:
-        """Packed blocks of `slots`, one row each: a copy where they do not follow each other."""
-        return self._slots.memory[list(slots)]

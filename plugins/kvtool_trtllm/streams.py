@@ -121,7 +121,7 @@ class Cuda:
         self._device = device
 
     def side_stream(self) -> Any:
-        return torch.cuda.Stream(device=self._device)
+        return torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
