@@ -105,7 +105,7 @@ class Control:
             raise self._refusal
         if not there:
             raise EngineRefused(
-                f"{len(self._workers)} of {self._world} workers came to the connector's scheduler within {timeout_s:g} s"
+                f"{len(self._workers)} of {self._world} workers came to the scheduler within {timeout_s:g} s"
             )
 
     @property

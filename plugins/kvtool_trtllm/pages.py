@@ -151,7 +151,7 @@ def _buffers(region: Any, rows: torch.Tensor, shape: _Shape, runs: dict[tuple[in
     size = region.size // max(1, len(region.buffers))
     if size != shape.buffer or size * len(region.buffers) != region.size:
         raise EngineRefused(
-            f"a region of {region.size} bytes with {len(region.buffers)} buffers, the connector's settings make buffers "
+            f"a region of {region.size} bytes with {len(region.buffers)} buffers, the settings make buffers "
             f"of {shape.buffer} bytes; build the bundle again for this engine"
         )
     for place, buffer in enumerate(region.buffers):

@@ -2,9 +2,9 @@
 
 A pass that completes a block writes its last KV, so the gather runs on a stream of ours behind an event of the
 engine's: the one that the forward-pass callable records (under CUDA graphs too), or layer by layer in an eager pass, so
-that most of the copying is over before the pass is. The engine's stream then waits for the gathers before it goes on. That orders
-them before whatever the pages are used for next, whoever gives them back and why: a finished request, a window that
-moved on, a reset. The price is the copy of what a pass completed, and it overlaps with the layers behind it.
+that most of the copying is over before the pass is. The engine's stream then waits for the gathers before it goes on.
+That orders them before whatever the pages are used for next, whoever gives them back and why: a finished request, a
+window that moved on, a reset. The price is the copy of what a pass completed, and it overlaps with the layers behind.
 
 From staging memory a thread checksums and puts them, and gives the memory back. The pool's pace therefore holds staging
 memory and nothing of the engine; what finds none is dropped and counted.
