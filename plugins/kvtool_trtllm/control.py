@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 120.0
 """Ranks of one engine start at their own pace."""
 MESSAGE_SIZE_MAX = 64 << 20
-_POLL_S = 0.05
+_POLL_S, _LOOK_S = 0.05, 0.2
 _UNIX_KEY = b"kvtool connector control: the socket's permissions are the secret"
 
 
@@ -212,7 +212,6 @@ class ControlWorker:
 
     def __init__(self, address: Any, key: bytes, hello: dict[str, Any], stager: Stager) -> None:
         self._address, self._key, self._hello, self._stager = address, key, hello, stager
-        self._connection: Connection[Any, Any] | None = None
         self._closed = False
         self.refusal: EngineRefused | None = None
         self._thread = threading.Thread(target=self._run, name="kvtool-stage", daemon=True)
@@ -220,8 +219,6 @@ class ControlWorker:
 
     def close(self) -> None:
         self._closed = True
-        if self._connection is not None:
-            self._connection.close()
         self._thread.join(5)
 
     def _run(self) -> None:
@@ -229,7 +226,6 @@ class ControlWorker:
         while not self._closed and self.refusal is None:
             try:
                 with Client(self._address, authkey=self._key) as connection:
-                    self._connection = connection
                     until_s = time.monotonic() + CONNECT_S
                     self._serve(connection)
             except Exception as error:  # the scheduler is not there yet, or not any more
@@ -250,7 +246,9 @@ class ControlWorker:
             self.refusal = EngineRefused(str(answer["refused"]))
             log.error("%s", self.refusal)
             return
-        while True:
+        while not self._closed:
+            if not connection.poll(_LOOK_S):
+                continue  # a close from another thread does not wake a read
             message = unpacked(connection.recv_bytes(MESSAGE_SIZE_MAX))
             if message.get("op") == "keep":
                 self._stager.keep(int(message["load"]), int(message["blocks"]))
