@@ -63,3 +63,26 @@ def build_bundle(folder: Path, checkpoint: Path, version: str = "1.2.1", *change
     given = ("gpu=h100-80gb", f"max_seq_len={LONGEST}", "max_batch_size=8", f"max_num_tokens={LONGEST}", *changes)
     asked = Asked(str(checkpoint), name, None, None, version, BLOCK, given)
     return build(prepare(asked, None), folder / name).directory
+
+
+def as_engine(bundle: Path, folder: Path, **changes: object) -> Path:
+    """A directory that says it is a TensorRT engine of the same model. Nothing could load it; nothing here tries."""
+    from kvtool.engine.manifest import read_manifest
+
+    manifest = read_manifest(bundle)
+    folder.mkdir(parents=True)
+    fields = manifest.tensorrt_llm
+    assert fields is not None
+    kept = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    for name in kept:
+        (folder / name).write_bytes((bundle / name).read_bytes())
+    parts = {"adapter": "engine-1.2", "tensorrt_version": "10.14.1.48", "gpu_arch": "sm_90", **changes}
+    made = manifest.model_copy(
+        update={
+            "tensorrt_llm": fields.model_copy(update=parts),
+            "files": {name: (folder / name).stat().st_size for name in kept},
+            "digests": {name: manifest.digests[name] for name in kept},
+        }
+    )
+    (folder / "engine.json").write_text(made.model_dump_json(indent=1))
+    return folder

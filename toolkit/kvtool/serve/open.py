@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtool.pool.base import Pool
     from kvtool.serve.decode import DecodeWorker
     from kvtool.serve.prefill import PrefillWorker
-    from kvtool.serve.trtllm import Facts
+    from kvtool.serve.trtllm import Facts, Generator
     from kvtool.serve.trtllm_decode import LlmDecodeWorker
     from kvtool.serve.trtllm_prefill import LlmPrefillWorker
 
@@ -123,6 +123,14 @@ def open_llm_decode(place: LlmPlace, options: LlmOptions) -> LlmDecodeWorker:
 
     facts, tokenizer = _facts(place.engine), Tokenizer(place.engine)
     return LlmDecodeWorker(_llm(place, options), facts, options, tokenizer)
+
+
+def open_llm_over(generator: Generator, engine: Path, *, queue_max: int) -> LlmDecodeWorker:
+    """A decode worker over an engine that something else runs, such as models of Triton's C++ backend."""
+    from kvtool.engine.tokenizer import Tokenizer
+    from kvtool.serve.trtllm_decode import LlmDecodeWorker
+
+    return LlmDecodeWorker(generator, _facts(engine), LlmOptions(queue_max=queue_max), Tokenizer(engine))
 
 
 def _llm(place: LlmPlace, options: LlmOptions) -> Llm:

@@ -200,15 +200,15 @@ class LlmWorker(ABC, Generic[J]):
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + by
 
-    def _claim(self, job: J, outcome: str) -> bool:
+    def _claim(self, job: J, outcome: str, *, abort: bool = True) -> bool:
         """Whether the caller is the one who ends this request; exactly one is. What the engine still runs for it is
-        aborted. In the loop."""
+        aborted, unless it is about to end that itself. In the loop."""
         now_s = time.monotonic()
         with self._lock:
             if job.finished:
                 return False
             job.finished = True
-            output = job.output if job.output is not None and not job.output.finished else None
+            output = job.output if abort and job.output is not None and not job.output.finished else None
             if output is not None:
                 self._leaving[id(output)] = (job.id, now_s)
             self._jobs.pop(job.id, None)

@@ -97,8 +97,8 @@ class LlmDecodeWorker(LlmWorker[_Job]):
             job.generated += 1
             self._count("generated_tokens")
             step = job.text.push(token)
-            if step is not None and step.stopped:
-                self._finish(job, Finish.STOP, step)
+            if step is not None and step.stopped:  # only we know of stop strings
+                self._finish(job, Finish.STOP, step, abort=True)
                 return True
             if job.generated == limit:
                 self._finish_length(job, step)
@@ -137,8 +137,8 @@ class LlmDecodeWorker(LlmWorker[_Job]):
         job.sent += len(event.tokens)
         self._call(f"on_event request={job.id}", lambda: job.on_event(event))
 
-    def _finish(self, job: _Job, finish: Finish, step: Step) -> None:
-        if self._claim(job, finish.value):
+    def _finish(self, job: _Job, finish: Finish, step: Step, *, abort: bool = False) -> None:
+        if self._claim(job, finish.value, abort=abort):
             self._last(job, finish, step)
 
     def _end(self, job: _Job, error: KvtoolError) -> None:

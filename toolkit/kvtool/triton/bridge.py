@@ -10,13 +10,13 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb
 
-from kvtool.errors import Cancelled, KvtoolError, Refused, Unavailable
+from kvtool.errors import Cancelled, EngineFailed, KvtoolError, Refused, Unavailable
 from kvtool.serve.handoff import PrefillDone
 from kvtool.serve.request import Event
 from kvtool.triton import wire
@@ -194,3 +194,29 @@ class DecodeReply:
             respond(self._sender, tensors, final)
 
         self._outbox.put(send)
+
+
+class Bls:
+    """Calls from a model to others of its server (`bls.Caller`). Responses are taken as they come; blocks."""
+
+    def call(
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Any],
+        parameters: Mapping[str, str],
+        timeout_s: float,
+    ) -> Iterator[dict[str, Any]]:
+        """Raises EngineFailed: the model's error, with its name."""
+        request = pb.InferenceRequest(
+            model_name=model,
+            request_id=request_id,
+            requested_output_names=[],
+            inputs=[pb.Tensor(name, value) for name, value in inputs.items()],
+            parameters=dict(parameters),
+            timeout=int(timeout_s * 1e6),
+        )
+        for response in request.exec(decoupled=True):
+            if response.has_error():
+                raise EngineFailed(f"{model}: {response.error().message()}")
+            yield {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}

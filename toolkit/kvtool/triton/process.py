@@ -32,6 +32,7 @@ class Process:
     cpu_s: float
     rss_size: int
     name: str
+    session: int = 0
 
     @property
     def alive(self) -> bool:
@@ -55,6 +56,7 @@ def look(pid: int) -> Process | None:
         cpu_s=(int(fields[11]) + int(fields[12])) * _TICK_S,
         rss_size=int(fields[21]) * _PAGE,
         name=name,
+        session=int(fields[3]),
     )
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from kvtool.assets import asset_dir
 from kvtool.config.spec import Spec
+from kvtool.engine.trtllm.version import Adapter
 from kvtool.errors import Refused
+from kvtool.triton.target import Target, engine_values, role_files, target_of
 
 ROLES = {
     "front": ("front",),
@@ -40,6 +42,8 @@ class _Model:
     served: str
     template: str
     files: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Placeholders of this model alone."""
 
 
 def render(spec: Spec, out: Path, templates: Path | None = None) -> list[Path]:
@@ -55,7 +59,7 @@ def render(spec: Spec, out: Path, templates: Path | None = None) -> list[Path]:
     for model in models:
         folder, place = templates / model.template, Path(model.role, model.served)
         for source in sorted(path for path in folder.rglob("*") if path.suffix in (".pbtxt", ".py")):
-            texts[place / source.relative_to(folder)] = _fill(source, values)
+            texts[place / source.relative_to(folder)] = _fill(source, values | _escaped(model.values))
         for name, text in model.files.items():
             texts[place / "1" / name] = text
     _clear(out)
@@ -72,13 +76,24 @@ def _models(spec: Spec) -> list[_Model]:
     plain = [_Model(role, SERVED_AS.get(name, name), name) for role, names in ROLES.items() for name in names]
     if spec.target == "torch":
         return plain
-    from kvtool.triton.target import role_files, target_of
-
     target = target_of(spec)
+    if target.can.adapter is Adapter.ENGINE_1_2:
+        return _engine_models(target)
     files = {f"{each.role}_engine": role_files(target, each) for each in target.roles}
     return [
         replace(model, template=_PYTORCH.get(model.template, model.template), files=files.get(model.served, {}))
         for model in plain
+    ]
+
+
+def _engine_models(target: Target) -> list[_Model]:
+    """One server for both roles: the C++ backend hands KV over between models of one MPI job."""
+    block = {"block_tokens": target.decode.manifest.kv.block_tokens}
+    return [
+        _Model("front", "kvtool", "front"),
+        *(_Model("decode", name, name) for name in ("preprocessing", "postprocessing", "decode")),
+        _Model("decode", "decode_engine", "trtllm_engine/decode_engine", values=block),
+        *(_Model("decode", name, "trtllm_engine/engine", values=each) for name, each in engine_values(target).items()),
     ]
 
 
@@ -106,13 +121,15 @@ def placeholders(spec: Spec) -> dict[str, str]:
     }
     if spec.target == "tensorrt_llm":
         values |= _of_target(spec)
+    return _escaped(values)
+
+
+def _escaped(values: Mapping[str, object]) -> dict[str, str]:
     return {name: json.dumps(str(value), ensure_ascii=False)[1:-1] for name, value in values.items()}
 
 
 def _of_target(spec: Spec) -> dict[str, object]:
     """What only templates over TensorRT-LLM ask for."""
-    from kvtool.triton.target import target_of
-
     target = target_of(spec)
     values: dict[str, object] = {
         "handoff": target.handoff,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtool.errors import Unavailable
-from kvtool.triton import install, process
+from kvtool.triton import install, mpi, process
 from kvtool.triton.install import Installation, backend_dir, environment
 from kvtool.triton.ports import Ports
 
@@ -43,6 +43,8 @@ class Server:
     shm_prefix: str
     popen: subprocess.Popen[bytes]
     started_at_s: float = field(default_factory=time.monotonic)
+
+    _server_name = "tritonserver"
 
     @property
     def pid(self) -> int:
@@ -78,9 +80,14 @@ class Server:
 
     def family(self) -> list[process.Process]:
         """The server and its Python stubs, one for each model instance; what is dead is missing or a zombie."""
-        stubs = [child for child in process.children(self.pid) if child.name == install.STUB[:15]]  # comm is cut
-        own = process.look(self.pid)
-        return [own, *stubs] if own is not None else stubs
+        found = [own] if (own := process.look(self.pid)) is not None else []
+        for child in process.children(self.pid):
+            if child.name == install.STUB[:15]:  # comm is cut
+                found.append(child)
+            elif child.name == self._server_name:  # a rank under mpirun
+                stubs = process.children(child.pid)
+                found += [child, *(each for each in stubs if each.name == install.STUB[:15])]
+        return found
 
     def reason(self) -> str:
         """The error in the log that most likely explains a failed start."""
@@ -94,7 +101,7 @@ class Server:
             self.popen.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(grace_s)
-        own = [each for each in process.marked(self.deployment) if each.group == self.pid]  # a session of its own
+        own = [each for each in process.marked(self.deployment) if each.session == self.pid]
         process.kill(own, grace_s=0.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(5)
@@ -111,8 +118,10 @@ def start(
     ports: Ports,
     deployment: str,
     env: Mapping[str, str] | None = None,
+    world_size: int = 1,
 ) -> Server:
     """Start a server on `repository`; returns at once, see `Server.wait_ready`. `env` is added to its environment.
+    `world_size` above 1: so many ranks under mpirun (`mpi`).
 
     The server's log goes to RUN_DIR/logs/NAME.log, its predecessor's to NAME.log.1.
     """
@@ -122,10 +131,14 @@ def start(
         log.replace(log.with_suffix(".log.1"))
     shm_prefix = f"kvt-{deployment}-{name}-"
     full_env = {**environment(installation), process.MARK: deployment, **(env or {})}
+    line = [str(installation.binary), *flags(installation, repository, run_dir, host, ports, shm_prefix)]
+    if world_size > 1:
+        line = mpi.mpirun_line(line, world_size)
+        full_env |= mpi.ENVIRONMENT
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         popen = subprocess.Popen(
-            [str(installation.binary), *flags(installation, repository, run_dir, host, ports, shm_prefix)],
+            line,
             env=full_env,
             stdin=subprocess.DEVNULL,
             stdout=descriptor,

@@ -25,6 +25,7 @@ from typing import Any
 from kvtool.config.check import check
 from kvtool.config.spec import Spec
 from kvtool.engine.manifest import read_manifest
+from kvtool.engine.trtllm.version import Adapter
 from kvtool.errors import KvtoolError, Unavailable
 from kvtool.triton import install, process, server, settings
 from kvtool.triton.canary import canary
@@ -36,6 +37,7 @@ from kvtool.triton.ports import Ports, choose
 from kvtool.triton.render import render
 from kvtool.triton.rpc import Links
 from kvtool.triton.state import FILE, clean, locked, make_run_dir, read_state_or_nothing
+from kvtool.triton.target import target_of, world_size
 
 log = logging.getLogger("kvtool.triton.supervise")  # also when run by -m
 
@@ -56,12 +58,18 @@ class Supervisor:
         self._progress = progress
         self._phase, self._error = "starting", ""
         self._installation = install.find(spec.tritonserver)
-        names = [("front", 1), ("decode", spec.decode.instances)]
-        direct = spec.target == "tensorrt_llm" and spec.tensorrt_llm.handoff == "transceiver"
-        if spec.pool.enabled or direct:  # else there is nobody to hand a prefill's blocks to
-            names.insert(1, ("prefill", spec.prefill.instances))
+        self._world_size, with_pool = 1, spec.pool.enabled
+        roles = [("front", 1), ("decode", spec.decode.instances)]
+        prefill = with_pool  # else there is nobody to hand a prefill's blocks to
+        if spec.target == "tensorrt_llm":
+            target = target_of(spec)
+            with_pool = target.connector
+            prefill = with_pool or target.handoff == "transceiver"
+            if target.can.adapter is Adapter.ENGINE_1_2:  # one server has both roles
+                self._world_size, prefill, roles = world_size(target), False, [("front", 1), ("decode", 1)]
+        names = [*roles[:1], ("prefill", spec.prefill.instances), *roles[1:]] if prefill else roles
         self.instances = [Instance(f"{role}-{i}", role) for role, count in names for i in range(count)]
-        self._pool = PoolKeeper(spec, run_dir, self._publish) if spec.pool.enabled else None
+        self._pool = PoolKeeper(spec, run_dir, self._publish) if with_pool else None
         self._links: Links | None = None
         self._published: Peers | None = None
         self._stopping = asyncio.Event()
@@ -157,6 +165,7 @@ class Supervisor:
             ports=instance.ports,
             deployment=self.deployment,
             env=self._env(instance),
+            world_size=self._world_size if instance.role == "decode" else 1,
         )
         self._publish()
         await asyncio.to_thread(started.wait_ready, self.spec.supervise.start_timeout)

@@ -5,6 +5,7 @@ Read by `render`, the supervisor and the pool's keeper, so that all three mean t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -43,7 +44,7 @@ class RoleTarget:
     @property
     def gpus(self) -> str:
         """As the served model is told: "0,1;2,3"."""
-        return ";".join(",".join(map(str, ids)) for ids in self.settings.gpus)
+        return _lists(self.settings.gpus)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Target:
     @property
     def connector(self) -> bool:
         """Whether engines offload to the pool. Beside a transceiver only in a version that is trusted with both."""
-        wanted = self.spec.tensorrt_llm.connector and self.spec.pool.enabled
+        wanted = self.spec.tensorrt_llm.connector and self.spec.pool.enabled and self.can.kv_connector
         return wanted and (self.handoff == "pool" or self.can.transceiver_with_connector)
 
     @property
@@ -157,3 +158,43 @@ def transceiver(target: Target) -> Transceiver:
         timeout_s=timeout_s,
         runtime=wanted.runtime,
     )
+
+
+def gpu_lists(target: Target) -> dict[Role, list[list[int]]]:
+    """GPU ids of each instance of both roles: the spec's, or one after the other from 0, prefill first."""
+    found: dict[Role, list[list[int]]] = {}
+    following = itertools.count()
+    for each in target.roles:
+        counted = [[next(following) for _ in range(each.fields.world_size)] for _ in range(each.instances)]
+        found[each.role] = each.settings.gpus or counted
+    return found
+
+
+def world_size(target: Target) -> int:
+    """MPI ranks of the one server that TensorRT engines are served by: one for each GPU, and the orchestrator."""
+    return 1 + sum(each.instances * each.fields.world_size for each in target.roles)
+
+
+def engine_values(target: Target) -> dict[str, dict[str, object]]:
+    """Placeholders of the models `context` and `generation`. Ranks are counted through: rank 0 is the orchestrator."""
+    ranks, gpus = itertools.count(1), gpu_lists(target)
+    found: dict[str, dict[str, object]] = {}
+    for model, each in (("context", target.prefill), ("generation", target.decode)):
+        own = [[next(ranks) for _ in range(each.fields.world_size)] for _ in range(each.instances)]
+        settings = each.settings
+        found[model] = {
+            "model": model,
+            "engine_dir": each.engine,
+            "max_batch_size": settings.max_batch_size or each.fields.max_batch_size,
+            "instances": each.instances,
+            "memory_fraction": settings.memory_fraction or 0.9,
+            "host_cache_size": settings.host_cache_size // each.fields.world_size,
+            "block_reuse": str(each.fields.block_reuse).lower(),
+            "gpu_device_ids": _lists(gpus[each.role]),
+            "participant_ids": _lists(own),
+        }
+    return found
+
+
+def _lists(ids: list[list[int]]) -> str:
+    return ";".join(",".join(map(str, each)) for each in ids)
