@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parents[1] / each) for each in ("contract", "triton")]
 
 from deployed import Deployed
 
@@ -19,3 +20,12 @@ def deployment(smollm2_engine: Path, tmp_path_factory: pytest.TempPathFactory) -
     yield running
     running.down()
     assert running.left() == set()
+
+
+@pytest.fixture(scope="session")
+def tensorrt_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that says it is a TensorRT engine."""
+    from bundles import as_engine, build_bundle, write_checkpoint
+
+    folder = tmp_path_factory.mktemp("tensorrt")
+    return as_engine(build_bundle(folder, write_checkpoint(folder / "checkpoint")), folder / "engine")

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
-import sysconfig
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deployed
 import pytest
-from deployed import Deployed, kill, until
-from prompts import prose
-
-sys.path += [str(Path(__file__).parents[1] / each) for each in ("contract", "triton")]
-
 from bundles import build_bundle, write_checkpoint
+from deployed import Deployed, kill, until
 from generate import write
+from overlay import overlay
+from prompts import prose
 
 from kvtool.engine.tokenizer import Tokenizer
 
@@ -31,7 +26,6 @@ pytestmark = pytest.mark.real
 
 PROMPT = prose(40, 3)  # some 250 bytes, so as many tokens
 OTHER = prose(38, 5)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def _spec(handoff: str) -> str:
@@ -41,29 +35,16 @@ def _spec(handoff: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a bundle, and an environment that has the fake TensorRT-LLM; kvtool is run from that.
-
-    Triton's stub ignores PYTHONPATH: it sees what the environment has whose python3 comes first on PATH.
-    """
+    """A folder with a bundle, and an environment that has the fake TensorRT-LLM; kvtool is run from that."""
     folder = tmp_path_factory.mktemp("trtllm")
     fake = folder / "site"
     fake.mkdir()
     write(fake, "1.2.1")
     build_bundle(folder, write_checkpoint(folder / "checkpoint"))
-    python = _environment(folder / "venv", fake, REPOSITORY / "toolkit", REPOSITORY / "plugins")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deployed, "KVTOOL", [str(python), "-m", "kvtool.cli.main"])
+        patch.setattr(deployed, "KVTOOL", overlay(folder / "venv", fake))
         patch.setenv("OMPI_COMM_WORLD_RANK", "3")  # as under a launcher; nothing of it may reach TensorRT-LLM
         yield folder
-
-
-def _environment(folder: Path, *paths: Path) -> Path:
-    """A venv over this one, with `paths` before all that is installed here; its python."""
-    venv.create(folder, symlinks=True, with_pip=False)
-    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    here = sysconfig.get_paths()["purelib"]
-    (site / "here.pth").write_text("".join(f"{path}\n" for path in (*paths, here)))
-    return folder / "bin" / "python3"
 
 
 def _direct(place: Path, prompt: str, max_tokens: int) -> list[int]:

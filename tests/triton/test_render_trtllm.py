@@ -244,9 +244,8 @@ def test_the_mpirun_line_has_an_orchestrator_and_one_rank_for_each_gpu(engines, 
     size = world_size(target_of(_spec(engines("engine"), POOL)))
     server = ["tritonserver", "--model-repository=/repo"]
     only = ["--model-control-mode=explicit", "--load-model=context", "--load-model=generation"]
-    assert mpirun_line(server, size) == [
-        f"{tmp_path}/mpirun", "-n", "1", *server, ":", "-n", "3", *server, *only
-    ]  # fmt: skip
+    begin = [f"{tmp_path}/mpirun", "--host", "localhost:4", "--bind-to", "none"]
+    assert mpirun_line(server, size) == [*begin, "-n", "1", *server, ":", "-n", "3", *server, *only]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert mpirun_line(server, size)[1] == "--allow-run-as-root"
 

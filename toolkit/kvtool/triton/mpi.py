@@ -29,4 +29,6 @@ def mpirun_line(server: Sequence[str], world_size: int) -> list[str]:
         raise Missing("no mpirun on the PATH; TensorRT engines are served in NVIDIA's container, which has one")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     executors = [*server, "--model-control-mode=explicit", *(f"--load-model={model}" for model in MODELS)]
-    return [mpirun, *root, "-n", "1", *server, ":", "-n", str(world_size - 1), *executors]
+    # Slots as we count them, or mpirun counts cores; no binding, or a server and all its models share one core.
+    here = ["--host", f"localhost:{world_size}", "--bind-to", "none"]
+    return [mpirun, *root, *here, "-n", "1", *server, ":", "-n", str(world_size - 1), *executors]
