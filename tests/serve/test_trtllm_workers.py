@@ -42,7 +42,7 @@ class Pool:
     def __init__(self, there=0, after=0, late=0):
         self.there, self.after, self.late, self.asked, self.closed = there, after, late, 0, False
 
-    def blocks(self, tokens, salt):
+    def blocks(self, tokens):
         self.asked += 1
         return self.after if self.asked > 1 + self.late else self.there
 
@@ -344,6 +344,12 @@ def test_a_prompt_without_a_whole_block_is_left_to_decode(make):
     llm = FakeLlm()
     done = _prefill(make("prefill", llm, residence=Pool()), _request(tokens=PROMPT[:7]))
     assert not llm.asked and done.handoff == Handoff(0)
+
+
+def test_nobody_waits_for_blocks_whose_keys_cannot_be_told(make):
+    pool = Pool(there=0, after=0)
+    done = _prefill(make("prefill", FakeLlm(), residence=pool), _request(salt="tenant"))
+    assert done.error is None and not pool.asked
 
 
 def test_without_a_pool_prefill_still_answers(make):

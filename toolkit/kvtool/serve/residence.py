@@ -19,12 +19,13 @@ class PoolResidence:
     """`serve.trtllm_prefill.Residence` over a pool."""
 
     def __init__(self, settings: ConnectorSettings, pool: Pool, match_budget_s: float) -> None:
-        self._settings, self._pool, self._budget_s = settings, pool, match_budget_s
+        self._pool, self._budget_s = pool, match_budget_s
+        self._seed, self._block_tokens = settings.seed().digest(), settings.kv.block_tokens
         self._shards = shard_count(settings.kv.layout(), settings.stored_parallel)
 
-    def blocks(self, tokens: tuple[int, ...], salt: str) -> int:
+    def blocks(self, tokens: tuple[int, ...]) -> int:
         """How many leading blocks are there, all of their shards."""
-        chain = block_keys(self._settings.seed(salt).digest(), tokens, self._settings.kv.block_tokens)
+        chain = block_keys(self._seed, tokens, self._block_tokens)
         keys = [shard_key(key, self._shards, shard) for key in chain for shard in range(self._shards)]
         return self._pool.match(keys, self._budget_s) // self._shards if keys else 0
 

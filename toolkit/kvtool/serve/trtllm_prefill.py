@@ -33,8 +33,8 @@ _POLL_S = (0.005, 0.01, 0.02, 0.05)
 class Residence(Protocol):
     """What the pool holds of a prompt, asked through the keys that the connector saves under. Blocking; any thread."""
 
-    def blocks(self, tokens: tuple[int, ...], salt: str) -> int:
-        """How many leading blocks are there, all of their parts."""
+    def blocks(self, tokens: tuple[int, ...]) -> int:
+        """How many leading blocks of a request without salt are there, all of their parts."""
 
     def close(self) -> None: ...
 
@@ -123,16 +123,18 @@ class LlmPrefillWorker(LlmWorker[_Job]):
         return output
 
     async def _there(self, job: _Job) -> int:
-        if self._residence is None:
+        """0 too where that cannot be told: without a pool, and under a salt, which TensorRT-LLM makes a number of its
+        own."""
+        if self._residence is None or job.request.salt:
             return 0
-        return await asyncio.to_thread(self._residence.blocks, job.request.tokens, job.request.salt)
+        return await asyncio.to_thread(self._residence.blocks, job.request.tokens)
 
     async def _saved(self, job: _Job, wanted: int) -> int:
         """Wait until the pool holds `wanted` blocks, or for as long as a put may take; how many it holds."""
         began_s = time.monotonic()
         waits = itertools.chain(_POLL_S, itertools.repeat(_POLL_S[-1]))
         there = await self._there(job)
-        while there < wanted and self._residence is not None:
+        while there < wanted and self._residence is not None and not job.request.salt:
             if time.monotonic() - began_s >= self._options.put_budget_s:
                 self._count("saves_late")
                 break

@@ -73,17 +73,14 @@ class ConnectorSettings(BaseModel):
             )
         return self
 
-    def seed(self, salt: str = "", lora: str = "", multimodal: tuple[str, ...] = ()) -> KeySeed:
-        """Where the chain of a request's keys starts. Over the whole model's layout: how blocks are cut into stored
-        shards comes in with each shard's key."""
+    def seed(self) -> KeySeed:
+        """Where the chain of keys starts for a request without salt, adapter or images. Over the whole model's layout:
+        how blocks are cut into stored shards comes in with each shard's key."""
         return KeySeed(
             namespace=self.namespace,
             model=self.model_digest,
             layout=self.kv.layout().fingerprint,
             numerics=self.numerics,
-            salt=salt,
-            lora=lora,
-            multimodal=multimodal,
         )
 
 
