@@ -1,10 +1,9 @@
-"""kvtool's connector pair under the executor: right answers on every schedule, with a pool that works, fails and lies."""
+"""kvtool's connector pair under the executor: right answers on every schedule, and a pool that works, fails and lies."""
 
 from __future__ import annotations
 
 import importlib
 import random
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import yaml
 
 from kvtool.kv.layout import KVLayout
-from kvtool.kv.shard import rank_shards, shard_count, shard_key, stored_layout
+from kvtool.kv.shard import shard_count, shard_key, stored_layout
 from kvtool.pool.embedded import EmbeddedPool
 
 NEEDED = ("1.2.1", "1.4.0rc1")
@@ -22,7 +21,9 @@ NEEDED = ("1.2.1", "1.4.0rc1")
 class Ours:
     """Settings, pool and classes of one run. Workers of all ranks share the pool, as ranks of a host do."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, setup: Any, tp: int, *, stored: int = 0, **changes: Any):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, setup: Any, tp: int, *, stored: int = 0, **changes: Any
+    ):
         model = setup.model
         kv = {
             "layers": model.layers,
@@ -88,8 +89,8 @@ def connectors(played: Any) -> tuple[list[Any], Any]:
 
 def check_pool(played: Any, ours: Ours, setup: Any) -> int:
     """Every block that the pool has for any request's tokens, byte for byte; how many there are."""
-    from kvtool_trtllm.keys import keys_of, seed_of
     from kvtool.engine.trtllm.connector import read_settings
+    from kvtool_trtllm.keys import keys_of, seed_of
 
     request, settings, found = adversary.fake("request"), read_settings(), 0
     count = shard_count(ours.kv, ours.stored)

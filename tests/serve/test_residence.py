@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from kvtool_trtllm.keys import seed_of
 
 from kvtool.engine.manifest import LayoutFields
 from kvtool.engine.trtllm.connector import ConnectorSettings
@@ -12,6 +11,7 @@ from kvtool.kv.shard import shard_count, shard_key, stored_layout
 from kvtool.pool.base import Put
 from kvtool.pool.embedded import EmbeddedPool
 from kvtool.serve.residence import PoolResidence
+from kvtool_trtllm.keys import seed_of
 
 PROMPT = tuple(range(100, 170))
 
