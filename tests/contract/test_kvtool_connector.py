@@ -1,4 +1,4 @@
-"""kvtool's connector pair under the executor: right answers on every schedule, and a pool that works, fails and lies."""
+"""kvtool's connector pair under the executor: right on every schedule, with a pool that works, fails and lies."""
 
 from __future__ import annotations
 
