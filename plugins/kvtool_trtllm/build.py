@@ -23,19 +23,22 @@ from blake3 import blake3
 from kvtool.errors import EngineFailed, Missing
 
 SOURCE = Path(__file__).parent / "copies.cu"
-FLAGS = ("-std=c++17", "-O3", "--shared", "--cudart=static", "-Xcompiler=-fPIC", "-Werror=all-warnings")
+FLAGS = ("-std=c++17", "-O3", "--shared", "--cudart=static", "-Xcompiler=-fPIC")
 COMPILE_S = 300.0
 
 
-def build(architectures: Sequence[str], cache: Path | None = None, nvcc: Path | None = None) -> Path:
+def build(
+    architectures: Sequence[str], cache: Path | None = None, nvcc: Path | None = None, more: Sequence[str] = ()
+) -> Path:
     """The library for `architectures` ("80", "90", "100"), compiled if it is not there. Seconds each, the first time.
+    `more`: flags besides FLAGS.
 
     Raises:
         Missing: there is no nvcc.
         EngineFailed: it does not compile, the cache cannot be written, or another process took too long.
     """
     compiler = nvcc or find_nvcc()
-    flags = [*FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures)]
+    flags = [*FLAGS, *more, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures)]
     version = _run([str(compiler), "--version"], 30.0)
     digest = blake3("\0".join([*flags, version]).encode() + SOURCE.read_bytes()).hexdigest()[:24]
     folder = cache or cache_folder()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvtool.errors import EngineFailed
-from kvtool_trtllm.pieces import Table
+from kvtool_trtllm.pieces import Table, to_device
 
 ABI = 1
 _TO_HOST_LIMIT = 64
@@ -61,11 +61,9 @@ class Kernel:
         if not rows.numel() or not len(table):
             return
         on_host = packed.device.type == "cpu" and table.device.type != "cpu"
-        if table.device.type == "cuda":
-            rows = rows.pin_memory().to(table.device, non_blocking=True)
-        pieces, index = table.rows(), _index(table.device)
+        pieces, pages, index = table.rows(), to_device(rows, table.device), _index(table.device)
         code = self._library.kvtool_copy(
-            index, int(gathering), pieces.data_ptr(), len(table), table.largest, rows.data_ptr(), rows.numel(),
+            index, int(gathering), pieces.data_ptr(), len(table), table.largest, pages.data_ptr(), rows.numel(),
             self._seen(index, packed) if on_host else packed.data_ptr(), packed.stride(0),
             _TO_HOST_LIMIT if on_host else _limit(table.device), _stream(table.device),
         )  # fmt: skip

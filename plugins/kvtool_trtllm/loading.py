@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtool.errors import EngineFailed
-from kvtool_trtllm.copies import Piece, scatter
+from kvtool_trtllm.copies import Table, scatter
 from kvtool_trtllm.meta import Load
 from kvtool_trtllm.pages import EnginePages
 from kvtool_trtllm.staging import Slots, Staging
@@ -68,7 +68,7 @@ class Loader:
             running.events.append(event)
             self._layer_events.setdefault(layer, []).append(event)
 
-    def _copy(self, running: _Running, group: int, pieces: tuple[Piece, ...]) -> None:
+    def _copy(self, running: _Running, group: int, pieces: Table) -> None:
         pages, slots = list(running.load.pages[group]), running.slots
 
         def work(stream: Any) -> None:

@@ -21,7 +21,7 @@ from kvtool.engine.trtllm.connector import ConnectorSettings
 from kvtool.errors import EngineRefused
 from kvtool.kv.layout import DTYPE_SIZE, KVLayout
 from kvtool.kv.shard import RankShards, rank_shards, shard_count
-from kvtool_trtllm.copies import Piece
+from kvtool_trtllm.copies import Piece, Table
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Group:
     at: int
     shard_size: int
     shards: int
-    pieces: tuple[Piece, ...]
-    layers: dict[int, tuple[Piece, ...]]
+    pieces: Table
+    layers: dict[int, Table]
 
     @property
     def size(self) -> int:
@@ -99,7 +99,7 @@ def of_tensor(tensor: torch.Tensor, settings: ConnectorSettings, rank: int) -> E
     }
     group = _group(0, 0, shape, tuple(range(kv.layers)), runs)
     if group.shards == 1:  # a page is a packed block as it lies there
-        group = Group(0, 0, group.shard_size, 1, (Piece(rows[:, : group.size], 0),), group.layers)
+        group = Group(0, 0, group.shard_size, 1, Table([Piece(rows[:, : group.size], 0)]), group.layers)
     return EnginePages((group,), shape.shards, shape.total, tensor)
 
 
@@ -172,5 +172,5 @@ def _group(
             for factor in range(factors):
                 place = at + shard * shard_size + (order * factors + factor) * run
                 by_layer[layer].append(Piece(runs[layer, factor][:, shard * run : (shard + 1) * run], place))
-    pieces = tuple(piece for layer in layers for piece in by_layer[layer])
-    return Group(index, at, shard_size, shape.parts, pieces, {layer: tuple(by_layer[layer]) for layer in layers})
+    pieces = Table([piece for layer in layers for piece in by_layer[layer]])
+    return Group(index, at, shard_size, shape.parts, pieces, {layer: Table(by_layer[layer]) for layer in layers})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -32,7 +32,7 @@ class Piece:
 
 class Table(Sequence[Piece]):
     """Pieces, checked once. Keep one where the same pieces are copied again and again: a call with a plain list makes
-    a table of its own, and on a GPU another upload of it.
+    a table of its own, and on a GPU another upload of it. Used by one thread at a time.
 
     `slots`: pages that every piece has. `runs`: the byte ranges of a packed block that the pieces cover, joined.
     """
@@ -49,6 +49,7 @@ class Table(Sequence[Piece]):
         self.largest = max((piece.size for piece in self._pieces), default=0)
         self.runs = _covered(self._pieces)
         self._rows: torch.Tensor | None = None
+        self._uploaded: Any = None
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
@@ -63,10 +64,20 @@ class Table(Sequence[Piece]):
         return len(self._pieces)
 
     def rows(self) -> torch.Tensor:
-        """int64 [pieces, 4] on the device: address, stride, size and place of each, as copies.cu reads them."""
+        """int64 [pieces, 4] on the device: address, stride, size and place of each, as copies.cu reads them.
+
+        On a GPU the current stream has them: the upload is queued, for one that blocks would wait for all that the
+        stream waits for, and other streams wait for its event.
+        """
         if self._rows is None:
             rows = [[p.memory.data_ptr(), p.memory.stride(0), p.size, p.at] for p in self._pieces]
-            self._rows = torch.tensor(rows, dtype=torch.int64).to(self.device)
+            self._rows = to_device(torch.tensor(rows, dtype=torch.int64), self.device)
+            if self.device.type == "cuda":
+                self._uploaded = torch.cuda.current_stream(self.device).record_event()
+        elif self._uploaded is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self._uploaded)
+            self._rows.record_stream(stream)
         return self._rows
 
     def check(self, pages: Pages, packed: torch.Tensor, once: bool) -> torch.Tensor:
@@ -92,6 +103,11 @@ class Table(Sequence[Piece]):
         if len(set(used)) != len(used):
             raise EngineFailed(f"a page is named twice in {_short(rows)}; two blocks cannot go to one page")
         return rows
+
+
+def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the host, queued on the current stream; nothing waits."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def check_blocks(packed: torch.Tensor, blocks: int) -> None:

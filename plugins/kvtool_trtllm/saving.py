@@ -20,7 +20,7 @@ from typing import Any
 
 from kvtool.kv.block import BlockKey
 from kvtool.pool.base import Outcome, Pool, Put
-from kvtool_trtllm.copies import Piece, gather
+from kvtool_trtllm.copies import Table, gather
 from kvtool_trtllm.loading import close_stream, on_device, runs
 from kvtool_trtllm.meta import Pages, Save
 from kvtool_trtllm.pages import EnginePages
@@ -134,7 +134,7 @@ class Saver:
         self._thread.join(WAIT_S)
         close_stream(self._side)
 
-    def _gather(self, batch: _Batch, group: int, pieces: tuple[Piece, ...]) -> None:
+    def _gather(self, batch: _Batch, group: int, pieces: Table) -> None:
         pages, slots = list(batch.pages[group]), batch.slots
 
         def work(stream: Any) -> None:

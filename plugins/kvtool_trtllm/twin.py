@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtool_trtllm.pieces import Table
+from kvtool_trtllm.pieces import Table, to_device
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -23,9 +23,7 @@ class Twin:
         held = torch.nonzero(rows >= 0).flatten().tolist()
         if not gathering and not held:
             return
-        pages = rows.clamp(min=0) if gathering else rows[held]
-        if table.device.type == "cuda":
-            pages = pages.pin_memory().to(table.device, non_blocking=True)
+        pages = to_device(rows.clamp(min=0) if gathering else rows[held], table.device)
         holes = [block for block in range(rows.numel()) if rows[block] < 0] if gathering else []
         for start, end in table.runs:
             inside = [piece for piece in table if start <= piece.at < end]

@@ -16,6 +16,7 @@ from kvtool.engine.trtllm.connector import ConnectorSettings
 from kvtool.kv.shard import stored_layout
 from kvtool.pool.base import Pool
 from kvtool_trtllm.control import ControlWorker, address_of
+from kvtool_trtllm.copies import prepare
 from kvtool_trtllm.loading import Loader
 from kvtool_trtllm.meta import Meta
 from kvtool_trtllm.pages import EnginePages, of_layout, of_tensor
@@ -80,6 +81,7 @@ class Worker:
             log.warning("no pool is named, nothing is matched or saved rank=%d", self._rank)
             return
         device = self._device or device_of(pages.device)
+        copies = prepare(pages.device.device)  # the kernels are compiled now, not in the first request
         self._slots = Slots(device, pages.size, self._settings.staging_bytes)
         self._staging = Staging(self._slots, pages, self._pool)
         self._loader = Loader(device, pages, self._staging, self._slots)
@@ -88,11 +90,12 @@ class Worker:
         hello = {**hello_of(self._settings), "rank": self._rank}
         self._control = ControlWorker(address, key, hello, self._staging)
         log.info(
-            "connector rank=%d block_bytes=%d groups=%d staging_blocks=%d",
+            "connector rank=%d block_bytes=%d groups=%d staging_blocks=%d copies=%s",
             self._rank,
             pages.size,
             len(pages.groups),
             self._slots.count,
+            copies,
         )
 
     # Each iteration.
