@@ -71,6 +71,11 @@ def test_every_spec_key_has_a_description() -> None:
     assert bare == []
 
 
+def test_every_setting_of_builds_and_connectors_has_a_description() -> None:
+    bare = [key for keys in (reference.recipe_keys(), reference.connector_keys()) for key, _, text in keys if not text]
+    assert [key for key in bare if not key.startswith("kv.")] == []  # the layout's own numbers
+
+
 def test_every_metric_is_documented() -> None:
     written = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     sources = [*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "triton_models").rglob("*.py")]

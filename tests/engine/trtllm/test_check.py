@@ -10,7 +10,9 @@ from trtllm_samples import asked, checkpoint, distribution, request
 
 from kvtool.engine.trtllm.build import build
 from kvtool.engine.trtllm.check import check_gpu_arch, check_installed, check_paged_reuse
+from kvtool.engine.trtllm.gpus import GPUS
 from kvtool.engine.trtllm.request import prepare, roles_of
+from kvtool.engine.trtllm.settings import TrtllmSettings
 from kvtool.engine.trtllm.source import read_source
 from kvtool.errors import CheckpointRefused, EngineRefused, SpecRefused
 
@@ -153,6 +155,11 @@ def test_manifest_is_compared_with_what_is_installed(tmp_path: Path, monkeypatch
     check_gpu_arch(manifest, "here", "sm_90")
     with pytest.raises(EngineRefused, match="built for sm_90, this GPU is sm_80"):
         check_gpu_arch(manifest, "here", "sm_80")
+
+
+def test_gpus_are_named_where_they_are_asked_for() -> None:
+    said = TrtllmSettings.model_fields["gpu"].description
+    assert said is not None and all(name in said for name in GPUS)
 
 
 def test_reuse_needs_paged_context_fmha() -> None:

@@ -42,7 +42,7 @@ def _build_one(request: Request, out: Path, force: bool) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     kind = "engine" if request.able.engine_build else "bundle"
-    step(f"{request.name}: {kind} for TensorRT-LLM {request.version}, {request.settings.world_size} GPUs, in {out}")
+    step(f"{request.name}: {kind} for TensorRT-LLM {request.version}, {_gpus(request)}, in {out}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True) as bars:
         rows: dict[str, TaskID] = {}
@@ -61,6 +61,11 @@ def _build_one(request: Request, out: Path, force: bool) -> Any:
     else:
         done(f"{request.name}: already built from these inputs, nothing to do")
     return result
+
+
+def _gpus(request: Request) -> str:
+    size = request.settings.world_size
+    return f"{size} GPU" + ("s" if size > 1 else "")
 
 
 def _print_plans(plans: list[Plan], as_json: bool) -> None:

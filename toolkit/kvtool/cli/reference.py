@@ -19,6 +19,8 @@ from kvtool.cli.bench_serve import TARGETS
 from kvtool.cli.lazy import LazyGroup, load
 from kvtool.cli.main import app
 from kvtool.config.spec import Spec
+from kvtool.engine.trtllm.connector import ConnectorSettings
+from kvtool.engine.trtllm.settings import TrtllmSettings
 from kvtool.pool.metrics import METRICS
 
 RESULTS_BEGIN = "<!-- results: made by scripts/docs from tests/bench/serve.json -->"
@@ -35,6 +37,8 @@ def render() -> str:
     parts = [HEAD, "## Commands\n\n"]
     parts.extend(_command(path, command) for path, command in commands())
     parts.append(_spec())
+    parts.append(_recipes())
+    parts.append(_connector())
     parts.append(_metrics())
     return "".join(parts).rstrip() + "\n"
 
@@ -96,8 +100,36 @@ def _default(parameter: Any) -> str:
 
 
 def _spec() -> str:
-    rows = "".join(f"| `{key}` | {default} | {_cell(text)} |\n" for key, default, text in spec_keys())
-    return f"## Deployment spec\n\n{Spec.__doc__}\n\n| key | default | |\n|---|---|---|\n{rows}\n"
+    return f"## Deployment spec\n\n{Spec.__doc__}\n\n{_rows(spec_keys())}\n"
+
+
+def recipe_keys() -> Iterator[tuple[str, str, str]]:
+    """Of a recipe's tensorrt_llm block."""
+    yield from _keys(TrtllmSettings, "")
+
+
+def connector_keys() -> Iterator[tuple[str, str, str]]:
+    """Of connector.yaml."""
+    yield from _keys(ConnectorSettings, "")
+
+
+def _recipes() -> str:
+    return (
+        "## Settings of a build for TensorRT-LLM\n\nThe `tensorrt_llm:` block of a recipe, and the keys of "
+        f"`kvtool build --set KEY=VALUE`.\n\n{_rows(recipe_keys())}\n"
+    )
+
+
+def _connector() -> str:
+    return (
+        "## Settings of the KV-offload connector\n\n`connector.yaml` of a bundle, which `KVTOOL_CONNECTOR` names to "
+        f"the connector. `kvtool build` and\n`kvtool deploy render` write it.\n\n{_rows(connector_keys())}\n"
+    )
+
+
+def _rows(keys: Iterator[tuple[str, str, str]]) -> str:
+    rows = "".join(f"| `{key}` | {default} | {_cell(text)} |\n" for key, default, text in keys)
+    return f"| key | default | |\n|---|---|---|\n{rows}"
 
 
 def _metrics() -> str:
@@ -118,7 +150,7 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
             continue
-        default = "required" if field.is_required() else f"`{_value(field.default)}`"
+        default = "required" if field.is_required() else f"`{_value(field.get_default(call_default_factory=True))}`"
         yield f"{prefix}{name}", default, field.description or ""
 
 

@@ -29,19 +29,26 @@ WORKER_CLASS = "KvtoolConnectorWorker"
 class ConnectorSettings(BaseModel):
     """One engine's connector. Sizes in bytes and times in seconds: the file is written by kvtool."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     version: int = 1
+    """Of this file."""
     pool_state: str | None = None
     """State file of the pool; KVTOOL_POOL goes before it. None: no pool, nothing is matched or saved."""
     pool_path: Literal["auto", "shm", "ucx", "socket"] = "auto"
+    """How blocks travel between pool and workers; auto takes the fastest that works."""
     namespace: str = "default"
+    """Blocks of different namespaces do not meet."""
     model_digest: str
+    """Over the weights; blocks of different models do not meet."""
     numerics: str = ""
     """What rounds differently has another one: adapter, GPU architecture and quantisation."""
     kv: LayoutFields
     """Of the whole model, all heads of all ranks: kv_heads 1 and kv_factor 1 for MLA."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks of the engine."""
     stored_parallel: int = Field(default=1, ge=1)
     """The width under which blocks lie in the pool: a multiple of the tensor_parallel of every engine that shares
     them, so that each rank's block is a whole number of stored ones."""
@@ -56,6 +63,7 @@ class ConnectorSettings(BaseModel):
     """Adapter id -> digest of its weights. Ids are each server's own, so requests with an adapter that is not listed
     are neither matched nor saved."""
     save_budget_s: float = Field(default=2.0, gt=0)
+    """Longest that one write to the pool may take; what does not get in by then is dropped and counted."""
     staging_bytes: int = Field(default=1 << 30, ge=1)
     """Pinned host memory of each rank, for blocks on their way in and out."""
     control: str | None = None

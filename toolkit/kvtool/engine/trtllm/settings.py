@@ -25,22 +25,29 @@ LAYOUT_DTYPE: dict[str, str] = {"bfloat16": "bfloat16", "float16": "float16", "f
 class RoleSettings(BaseModel):
     """What one role has otherwise than the block."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     tensor_parallel: int | None = Field(default=None, ge=1)
+    """As `tensor_parallel` of the block, for this role."""
     expert_parallel: int | None = Field(default=None, ge=1)
+    """As `expert_parallel` of the block, for this role."""
     max_seq_len: int | None = Field(default=None, ge=1)
+    """As `max_seq_len` of the block, for this role."""
     max_batch_size: int | None = Field(default=None, ge=1)
+    """As `max_batch_size` of the block, for this role."""
     max_num_tokens: int | None = Field(default=None, ge=1)
+    """As `max_num_tokens` of the block, for this role."""
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """As `memory_fraction` of the block, for this role."""
 
 
 class Node(BaseModel):
     """The host that the ranks run on, for sizes that ranks share."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     gpus: int = Field(default=8, ge=1)
+    """GPUs of the host."""
     memory: Size = parse_size("1TiB")
     """What the ranks may use together: the cgroup's limit where there is one."""
     pool: Size = 0
@@ -52,17 +59,20 @@ class Node(BaseModel):
 
 
 class TrtllmSettings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     backend: Literal["pytorch", "tensorrt"] = "pytorch"
+    """TensorRT-LLM's: pytorch loads checkpoints (1.1 to 1.4), tensorrt compiles engines (up to 1.2)."""
     version: str | None = None
     """TensorRT-LLM on the GPU hosts; None: what is installed where the engine is built."""
     gpu: str
-    """A name of gpus.py."""
+    """What it runs on: a100-40gb, a100-80gb, l40s, h100-80gb, h200 or b200."""
     quantisation: Quantisation = "none"
     """Of linear weights, as the checkpoint has it: fp8 has one scale a tensor, fp8_block_scales one for 128 x 128."""
     kv_dtype: KVDtype = "bfloat16"
+    """Of the KV cache: the model's own dtype, fp8 or (engines only) int8."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks, a GPU each, that every layer is split over."""
     expert_parallel: int = Field(default=1, ge=1)
     """Of the tensor_parallel ranks, groups of so many share the experts whole; the rest splits each expert."""
     pipeline_parallel: int = Field(default=1, ge=1)
