@@ -159,6 +159,8 @@ def _value(default: Any) -> str:
         return "null"
     if isinstance(default, bool):
         return str(default).lower()
+    if default in ("", ()):
+        return '""' if default == "" else "[]"
     return str(default)
 
 
