@@ -7,7 +7,6 @@ of its own, so a missing order shows as wrong bytes there too: what waits for no
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import random
 import threading
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvtool.errors import EngineFailed
+from kvtool.errors import EngineFailed, EngineRefused
 
 WAIT_S = 60.0
 """An event that is not reached by then never is."""
@@ -128,10 +127,18 @@ class Cuda:
             work()
 
     def memory(self, size: int) -> torch.Tensor:
-        """Pinned; pageable where the system refuses that much."""
-        with contextlib.suppress(RuntimeError):
+        """Pinned: copies to and from other memory would hold up the engine.
+
+        Raises:
+            EngineRefused: the system does not give that much.
+        """
+        try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise EngineRefused(
+                f"staging: {size} bytes of pinned host memory were refused ({str(error).splitlines()[0]}); lower "
+                "staging_bytes in connector.yaml, or raise the container's memory and memlock limits"
+            ) from None
 
 
 def device_of(memory: torch.Tensor) -> Device:
