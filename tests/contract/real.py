@@ -14,11 +14,18 @@ from typing import Any
 import adversary
 import yaml
 
-from kvtool.engine.trtllm.connector import MODULE, SCHEDULER_CLASS, SETTINGS_ENV, WORKER_CLASS
+from kvtool.engine.trtllm.connector import (
+    MODULE,
+    SCHEDULER_CLASS,
+    SETTINGS_ENV,
+    WORKER_CLASS,
+    ConnectorSettings,
+)
 from kvtool.kv.layout import KVLayout
 from kvtool.kv.shard import stored_layout
 
 ROOT = Path(__file__).resolve().parents[2]
+LORA = 7
 
 
 def kv_of(model: Any) -> KVLayout:
@@ -46,6 +53,8 @@ def settings(
         "staging_bytes": 1 << 22,
         "control": str(path.parent / "control.sock"),
     }  # fmt: skip
+    if "lora" in ConnectorSettings.model_fields:
+        made["lora"] = {str(LORA): "cd" * 32}
     path.write_text(yaml.safe_dump({**made, **more}))
     return path
 
