@@ -78,9 +78,8 @@ def place(tmp_path, trtllm, pools):
 
 def keys_of(file, given, tokens):
     """The pool's keys of a request's blocks, by the connector's own rule."""
-    from kvtool_trtllm.keys import keys_of, seed_of
-
     from kvtool.engine.trtllm.connector import read_settings
+    from kvtool_trtllm.keys import keys_of, seed_of
 
     request = adversary.fake("request")
     state = request.State(given, list(tokens), len(given.tokens))
