@@ -241,6 +241,9 @@ class LaunchSpec(Section):
     image: str | None = Field(None, min_length=1, description="Container image with Triton, TensorRT-LLM and kvtool.")
     nodes: int = Field(1, ge=1, le=1024, description="Hosts with GPUs.")
     gpus_per_node: int = Field(8, ge=1, le=64, description="GPUs of each host.")
+    gpu: str | None = Field(
+        None, min_length=1, description="Kind of GPU, such as h100-80gb: what must fit is worked out for it; null: not."
+    )
     gpu_arch: str | None = Field(
         None, pattern=r"^sm_[0-9]{2,3}$", description="Architecture of the GPUs, such as sm_90; null is not compared."
     )
