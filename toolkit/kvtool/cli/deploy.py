@@ -123,21 +123,28 @@ def render(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for front/, prefill/ and decode/.")],
     settings: SetOption = None,
 ) -> None:
-    """Write the three Triton model repositories, for a Triton that you run yourself."""
+    """Write the three Triton model repositories, for a Triton that you run yourself.
+
+    A spec for GPUs is checked first, as by `kvtool check`; for others the engine need not be on this machine."""
+    from kvtool.config.fault import refuse
+    from kvtool.triton.check import faults
     from kvtool.triton.render import render as render_repositories
 
-    files = render_repositories(read_spec(spec, settings), out)
+    read = read_spec(spec, settings)
+    if read.target == "tensorrt_llm" or read.engine.exists():
+        refuse(faults(read))
+    files = render_repositories(read, out)
     console.done(f"{len(files)} files in {out}; the same spec gives the same bytes")
 
 
 def _check(spec: Spec) -> None:
     """What can be refused before anything starts, in the terminal that asked."""
-    from kvtool.config.check import check
-    from kvtool.engine.manifest import read_manifest
+    from kvtool.config.fault import refuse
     from kvtool.triton import install
+    from kvtool.triton.check import faults
     from kvtool.triton.ports import choose
 
-    check(spec, read_manifest(spec.engine))
+    refuse(faults(spec))
     install.preflight(install.find(spec.tritonserver))
     choose(spec.front.host, spec.front.http_port, spec.front.grpc_port, spec.front.metrics_port)
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "build": Entry("kvtool.cli.build:build", "Turn a checkpoint into an engine directory."),
     "engine": Entry("kvtool.cli.engine:app", "Look at engine directories."),
     "config": Entry("kvtool.cli.config:app", "Write, check and explain deployment specs."),
+    "check": Entry("kvtool.cli.check:check", "Find everything that is wrong with a deployment before it starts."),
     "deploy": Entry("kvtool.cli.deploy:app", "Start, watch and stop a deployment."),
     "pool": Entry("kvtool.cli.pool:app", "Start, watch and stop a KV pool of its own."),
     "generate": Entry("kvtool.cli.generate:generate", "Send one prompt and stream the answer."),

@@ -34,8 +34,7 @@ def environment_faults(spec: Spec) -> Iterator[Fault]:
             yield Fault(
                 f"tensorrt_llm.decode.env.{name}",
                 f"prefill has {prefill.get(name)!r}, decode has {decode.get(name)!r}; two sides of one transfer need "
-                "the "
-                "same",
+                "the same",
             )
 
 

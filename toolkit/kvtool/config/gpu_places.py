@@ -44,15 +44,13 @@ def _places(spec: Spec, facts: Facts) -> Iterator[Fault]:
                 yield Fault(
                     f"{role.key}.nodes",
                     f"wanted 0 to {launch.nodes - 1} (tensorrt_llm.launch.nodes {launch.nodes}), found {node}; "
-                    "correct it, "
-                    "or raise launch.nodes",
+                    "correct it, or raise launch.nodes",
                 )
             if len(ids) != ranks:
                 yield Fault(
                     key,
                     f"wanted {ranks} GPUs, the world size of {role.engine} (tensor x pipeline x context parallel), "
-                    "found "
-                    f"{len(ids)}: {ids}",
+                    f"found {len(ids)}: {ids}",
                 )
             if len(set(ids)) != len(ids):
                 yield Fault(key, f"wanted each GPU once, found {ids}; ranks of one instance cannot share a GPU")
@@ -153,13 +151,6 @@ def _urls(spec: Spec, facts: Facts) -> Iterator[Fault]:
 
 
 def _limits(spec: Spec, facts: Facts) -> Iterator[Fault]:
-    longest = facts.decode.built.max_seq_len
-    if spec.limits.max_tokens_max >= longest:
-        yield Fault(
-            "limits.max_tokens_max",
-            f"wanted less than max_seq_len of the decode engine ({longest}), prompt and answer together, found "
-            f"{spec.limits.max_tokens_max}; lower it, or build for longer sequences",
-        )
     for role in facts.roles:
         if role.batch > role.built.max_num_tokens:
             yield Fault(

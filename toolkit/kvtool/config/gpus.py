@@ -6,7 +6,7 @@ buffers, widths, versions. Every rule is a generator, so that a spec is told all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,12 @@ class Able(Protocol):
 
     @property
     def version(self) -> str: ...
+
+    @property
+    def kv_connector(self) -> bool: ...
+
+    @property
+    def transceiver_with_connector(self) -> bool: ...
 
     def need(self, feature: str, what: str) -> None: ...
 
@@ -123,8 +129,7 @@ def _versions(spec: Spec, facts: Facts) -> Iterator[Fault]:
             yield Fault(
                 "tensorrt_llm.version",
                 f"{role.engine} is a TensorRT engine of TensorRT-LLM {built.version}, found {runs}; an engine loads "
-                "only "
-                "in the release that built it: build it again, or set the version so",
+                "only in the release that built it: build it again, or set the version so",
             )
         wanted, there = built.tensorrt_version, launch.tensorrt_version
         if wanted is not None and there is not None and wanted != there:
@@ -157,15 +162,13 @@ def _agreement(spec: Spec, facts: Facts) -> Iterator[Fault]:
             yield Fault(
                 "tensorrt_llm.decode.engine",
                 f"{what}: prefill ({prefill.engine}) has {here}, decode ({decode.engine}) has {there}; KV of one is "
-                "not "
-                "KV of the other: build both of one checkpoint with equal settings",
+                "not KV of the other: build both of one checkpoint with equal settings",
             )
     if decode.built.max_seq_len < prefill.built.max_seq_len:
         yield Fault(
             "tensorrt_llm.decode.engine",
             f"max_seq_len: wanted at least prefill's {prefill.built.max_seq_len}, found {decode.built.max_seq_len}; "
-            "what "
-            "prefill takes decode must continue: build decode for longer sequences",
+            "what prefill takes decode must continue: build decode for longer sequences",
         )
     for role in facts.roles:
         block = role.kv.block_tokens
@@ -181,13 +184,16 @@ def _agreement(spec: Spec, facts: Facts) -> Iterator[Fault]:
 
 
 def _handoff(spec: Spec, facts: Facts) -> Iterator[Fault]:
+    """Of TensorRT engines the C++ backend hands over by itself, whatever the spec says."""
     wanted = spec.tensorrt_llm
-    if wanted.handoff == "pool" and not spec.pool.enabled:
+    if wanted.handoff != "pool" or facts.decode.built.adapter == "engine-1.2":
+        return
+    if not spec.pool.enabled:
         yield Fault(
             "pool.enabled",
             "wanted true with tensorrt_llm.handoff: pool, found false; enable it, or set handoff: transceiver",
         )
-    if wanted.handoff == "pool" and not wanted.connector:
+    if wanted.connector is False:
         yield Fault(
             "tensorrt_llm.connector",
             "wanted true with handoff: pool, found false; the connector is what carries KV: set it, or handoff: "
@@ -214,8 +220,7 @@ def _transceiver(spec: Spec, facts: Facts) -> Iterator[Fault]:
         yield Fault(
             f"{key}.buffer_tokens",
             f"wanted a multiple of tokens_per_block ({block}) and at least the longest sequence ({facts.longest} "
-            "tokens), "
-            f"found {buffer}; set {fits}, or null",
+            f"tokens), found {buffer}; set {fits}, or null",
         )
     if wanted.bandwidth == 0:
         yield Fault(f"{key}.bandwidth", "wanted bytes a second, found 0; set what the slowest link carries")
@@ -231,42 +236,33 @@ def _transceiver(spec: Spec, facts: Facts) -> Iterator[Fault]:
 
 
 def _connector(spec: Spec, facts: Facts) -> Iterator[Fault]:
-    wanted, key = spec.tensorrt_llm, "tensorrt_llm.connector"
-    if not (wanted.connector and spec.pool.enabled):
-        return
-    problem = list(
-        _able(
-            key,
-            lambda: facts.able.need(
-                "kv_connector", "KV cache connector; set connector: false and handoff: transceiver"
-            ),
-        )
-    )
-    yield from problem
-    if problem:
-        return
-    if wanted.handoff == "transceiver":
-        yield from _able(
-            key,
-            lambda: facts.able.need(
-                "transceiver_with_connector", "connector beside a transceiver; set one of them (connector: false)"
-            ),
-        )
+    wanted, able = spec.tensorrt_llm, facts.able
+    if wanted.connector:
+        key = "tensorrt_llm.connector"
+        yield from _able(key, lambda: able.need("kv_connector", "KV cache connector; take tensorrt_llm.connector out"))
+        if wanted.handoff == "transceiver":
+            what = "connector beside a transceiver; set tensorrt_llm.connector: false, or handoff: pool"
+            yield from _able(key, lambda: able.need("transceiver_with_connector", what))
+    connects = wanted.connector is not False and spec.pool.enabled and able.kv_connector
+    if connects and (wanted.handoff == "pool" or able.transceiver_with_connector):
+        yield from _connected(spec, facts)
+
+
+def _connected(spec: Spec, facts: Facts) -> Iterator[Fault]:
+    """What a connector cannot go with."""
     for role in facts.roles:
         for what in ("pipeline_parallel", "context_parallel"):
             if (found := getattr(role.built, what)) > 1:
                 yield Fault(
                     f"{role.key}.engine",
                     f"{what}: wanted 1 with the connector, found {found}; TensorRT-LLM shows a connector one stage "
-                    "only: "
-                    "build with tensor parallelism alone, or set tensorrt_llm.connector: false",
+                    "only: build with tensor parallelism alone, or set tensorrt_llm.connector: false",
                 )
         if not role.built.block_reuse:
             yield Fault(
                 f"{role.key}.engine",
                 "block_reuse: wanted true with the connector, found false; nothing would be found again: build it "
-                "again, "
-                "or set tensorrt_llm.connector: false",
+                "again, or set tensorrt_llm.connector: false",
             )
         if role.name == "decode" and role.settings.cuda_graphs:
             yield from _able(
@@ -290,9 +286,8 @@ def _connector(spec: Spec, facts: Facts) -> Iterator[Fault]:
         )
 
 
-def _able(key: str, ask: object) -> Iterator[Fault]:
+def _able(key: str, ask: Callable[[], None]) -> Iterator[Fault]:
     try:
-        assert callable(ask)
         ask()
     except KvtoolError as cannot:
         yield Fault(key, str(cannot))

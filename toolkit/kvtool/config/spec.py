@@ -274,7 +274,11 @@ class TensorRTLLMSpec(Section):
         "pool",
         description="What carries KV from prefill to decode: the pool by the connector, or TensorRT-LLM's transceiver.",
     )
-    connector: bool = Field(True, description="Whether engines offload KV blocks to the pool and look there first.")
+    connector: bool | None = Field(
+        None,
+        description="Whether engines offload KV blocks to the pool and look there first; null is wherever their "
+        "version can, beside a transceiver too.",
+    )
     transceiver: TransceiverSpec = _section(TransceiverSpec, "TensorRT-LLM's own KV transfer.")
     prefill: GpuRoleSpec = _section(GpuRoleSpec, "Prefill instances on GPUs.")
     decode: GpuRoleSpec = _section(GpuRoleSpec, "Decode instances on GPUs.")

@@ -65,7 +65,8 @@ class Target:
     @property
     def connector(self) -> bool:
         """Whether engines offload to the pool. Beside a transceiver only in a version that is trusted with both."""
-        wanted = self.spec.tensorrt_llm.connector and self.spec.pool.enabled and self.can.kv_connector
+        asked = self.spec.tensorrt_llm.connector is not False and self.spec.pool.enabled
+        wanted = asked and self.can.kv_connector
         return wanted and (self.handoff == "pool" or self.can.transceiver_with_connector)
 
     @property
