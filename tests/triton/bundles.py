@@ -70,19 +70,34 @@ def as_engine(bundle: Path, folder: Path, **changes: object) -> Path:
     from kvtool.engine.manifest import read_manifest
 
     manifest = read_manifest(bundle)
-    folder.mkdir(parents=True)
     fields = manifest.tensorrt_llm
     assert fields is not None
-    kept = ("config.json", "tokenizer.json", "tokenizer_config.json")
-    for name in kept:
-        (folder / name).write_bytes((bundle / name).read_bytes())
     parts = {"adapter": "engine-1.2", "tensorrt_version": "10.14.1.48", "gpu_arch": "sm_90", **changes}
-    made = manifest.model_copy(
-        update={
-            "tensorrt_llm": fields.model_copy(update=parts),
-            "files": {name: (folder / name).stat().st_size for name in kept},
-            "digests": {name: manifest.digests[name] for name in kept},
-        }
-    )
-    (folder / "engine.json").write_text(made.model_dump_json(indent=1))
+    fields = fields.model_copy(update=parts)
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((bundle / name).read_bytes())
+    mapping = {"tp_size": fields.tensor_parallel, "pp_size": fields.pipeline_parallel}
+    built = {key: getattr(fields, key) for key in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    plugins = {"tokens_per_block": manifest.kv.block_tokens, "use_paged_context_fmha": True, "paged_kv_cache": True}
+    table = {
+        "version": fields.version,
+        "pretrained_config": {"architecture": "LlamaForCausalLM", "dtype": "bfloat16", "mapping": mapping},
+        "build_config": {**built, "plugin_config": plugins},
+    }
+    (folder / "config.json").write_text(json.dumps(table))
+    for rank in range(fields.world_size):
+        (folder / f"rank{rank}.engine").write_bytes(b"engine")
+    (folder / "engine.json").write_text(manifest.model_copy(update={"tensorrt_llm": fields}).model_dump_json(indent=1))
+    sealed(folder)
     return folder
+
+
+def sealed(engine: Path) -> None:
+    """Write the sizes of an engine's files into its manifest anew: what was changed was built so."""
+    path = engine / "engine.json"
+    table = json.loads(path.read_text())
+    names = sorted(file.name for file in engine.iterdir() if file.name != path.name)
+    table["files"] = {name: (engine / name).stat().st_size for name in names}
+    table["digests"] = dict.fromkeys(names, "0" * 64)
+    path.write_text(json.dumps(table))

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from bundles import BLOCK, LONGEST, build_bundle, write_checkpoint
+from bundles import LONGEST, as_engine, build_bundle, sealed, write_checkpoint
 
 from kvtool.cli.main import main
-from kvtool.engine.manifest import read_manifest
 
 POOL = {
     "target": "tensorrt_llm",
@@ -57,41 +56,8 @@ def make_engines(folder: Path) -> Path:
     checkpoint = write_checkpoint(folder / "checkpoint")
     bundle = build_bundle(folder, checkpoint, name="prefill")
     shutil.copytree(bundle, folder / "decode")
-    _make_engine(bundle, folder / "engine")
+    as_engine(bundle, folder / "engine")
     return folder
-
-
-def _make_engine(bundle: Path, engine: Path) -> None:
-    manifest = read_manifest(bundle)
-    engine.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(bundle / name, engine / name)
-    built = {
-        "max_batch_size": 8,
-        "max_num_tokens": LONGEST,
-        "max_seq_len": LONGEST,
-        "plugin_config": {"tokens_per_block": BLOCK, "use_paged_context_fmha": True, "paged_kv_cache": True},
-    }
-    pretrained = {"architecture": "LlamaForCausalLM", "dtype": "bfloat16", "mapping": {"tp_size": 1, "pp_size": 1}}
-    table = {"version": "1.2.1", "pretrained_config": pretrained, "build_config": built}
-    (engine / "config.json").write_text(json.dumps(table))
-    (engine / "rank0.engine").write_bytes(b"engine")
-    fields = manifest.tensorrt_llm
-    assert fields is not None
-    parts = {"adapter": "engine-1.2", "tensorrt_version": "10.14.1.48"}
-    made = manifest.model_copy(update={"tensorrt_llm": fields.model_copy(update=parts)})
-    (engine / "engine.json").write_text(made.model_dump_json())
-    sealed(engine)
-
-
-def sealed(engine: Path) -> None:
-    """Write sizes into the manifest anew: what was changed was built so."""
-    path = engine / "engine.json"
-    table = json.loads(path.read_text())
-    names = sorted(file.name for file in engine.iterdir() if file.name != path.name)
-    table["files"] = {name: (engine / name).stat().st_size for name in names}
-    table["digests"] = dict.fromkeys(names, "0" * 64)
-    path.write_text(json.dumps(table))
 
 
 class Case:

@@ -7,6 +7,7 @@ The last column is where people met it: TRT-LLM is NVIDIA/TensorRT-LLM, tb its T
 from __future__ import annotations
 
 import pytest
+from bundles import sealed
 from gpu_specs import SPECS, Case, make_engines
 
 T = "tensorrt_llm."
@@ -36,11 +37,16 @@ def text(model, old, new):
 def raw(path, words):
     def change(case):
         (case.folder / path).write_text(words)
-        from gpu_specs import sealed
-
         sealed((case.folder / path).parent)
 
     return change
+
+
+def without(model, word):
+    """Take out the lines of a model's configuration that have `word` in them."""
+    return lambda case: case.rendered_text(
+        model, lambda before: "".join(line for line in before.splitlines(True) if word not in line)
+    )
 
 
 def both(*changes):
@@ -139,6 +145,10 @@ MISTAKES = [
     ("pool", text("front/kvtool", "decoupled: true", "decoupled: false"), "model_transaction_policy.decoupled", "wanted true", "docs: decoupled along the chain"),
     ("pool", text("decode/decode_engine", 'string_value: "1"', 'string_value: "${gpus}"'), "config.pbtxt", "was not filled", "docs: safe_substitute"),
     ("pool", text("decode/decode", 'model_name: "decode_engine"', 'model_name: "decode_engin"'), "ensemble_scheduling", "no model of this repository", "docs: templates"),
+    ("engine", without("decode/context", "enable_kv_cache_reuse"), "parameters.enable_kv_cache_reuse", "cache metrics are missing", "tb 645"),
+    ("engine", text("decode/generation", 'participant_ids" value: { string_value: "2', 'participant_ids" value: { string_value: "0'), "parameters.participant_ids", "rank 0 is the orchestrator", "tb 653"),
+    ("engine", text("decode/context", 'participant_ids" value: { string_value: "1', 'participant_ids" value: { string_value: "1,2'), "parameters.participant_ids", "for each of 1 GPUs", "tb 653"),
+    ("engine", text("decode/generation", "decoupled: true", "decoupled: false"), "model_transaction_policy.decoupled", "wanted true", "docs: decoupled along the chain"),
     ("pool", text("decode/decode_engine", "backend:", "backend"), "config.pbtxt", "wanted a model configuration", "tb 61"),
 ]  # fmt: skip
 
