@@ -90,7 +90,7 @@ class Table(Sequence[Piece]):
         check_blocks(packed, rows.numel())
         if self.runs and self.runs[-1][1] > packed.shape[1]:
             raise EngineFailed(f"pieces reach to byte {self.runs[-1][1]} of packed blocks of {packed.shape[1]}")
-        if packed.device != self.device and (packed.device.type != "cpu" or not packed.is_pinned()):
+        if self._pieces and packed.device != self.device and (packed.device.type != "cpu" or not packed.is_pinned()):
             raise EngineFailed(
                 f"packed blocks on {packed.device}, not pinned, and pages on {self.device}: a device reaches its own "
                 "memory and pinned host memory only; allocate the blocks with pin_memory=True"

@@ -82,6 +82,7 @@ def test_packed_blocks_may_lie_in_pinned_host_memory(seed: int, mover: Mover, de
     far = near.clone().pin_memory()
     near = near.to(device)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     gather(case.pieces, case.pages, near, mover=mover)
     gather(case.pieces, case.pages, far, stream=stream, mover=mover)
     torch.cuda.synchronize()
@@ -89,6 +90,7 @@ def test_packed_blocks_may_lie_in_pinned_host_memory(seed: int, mover: Mover, de
     wanted = [pool.clone() for pool in case.pools]
     for pool in case.pools:
         pool.zero_()
+    stream.wait_stream(torch.cuda.current_stream())
     scatter(case.pieces, case.pages, far, stream=stream, mover=mover)
     torch.cuda.synchronize()
     for pool, want, (before, size, _) in zip(case.pools, wanted, case.spans, strict=True):
@@ -146,14 +148,14 @@ def test_the_shortest_piece_bounds_the_pages() -> None:
         gather([Piece(_bytes(1, 9, 8), 0), Piece(_bytes(1, 3, 8), 8)], [4], _bytes(1, 1, 16))
 
 
-def test_a_page_that_two_blocks_would_fill_is_refused(mover: Mover) -> None:
-    pool = _bytes(1, 12, 64)
+def test_a_page_that_two_blocks_would_fill_is_refused(mover: Mover, device: torch.device) -> None:
+    pool, blocks = _bytes(1, 12, 64).to(device), _bytes(2, 3, 64).to(device)
     with pytest.raises(EngineFailed, match=r"named twice in \[3, 1, 3\]"):
-        scatter([Piece(pool, 0)], [3, 1, 3], _bytes(2, 3, 64))
+        scatter([Piece(pool, 0)], [3, 1, 3], blocks)
     with pytest.raises(EngineFailed, match=r"named twice in \[0, 0, .*, ... 9 in all\]"):
-        scatter([Piece(pool, 0)], [0] * 9, _bytes(2, 9, 64))
-    scatter([Piece(pool, 0)], [3, -1, -1], _bytes(2, 3, 64))  # holes may
-    gather([Piece(pool, 0)], [3, 3, 3], _bytes(2, 3, 64))  # and reading may
+        scatter([Piece(pool, 0)], [0] * 9, _bytes(2, 9, 64).to(device))
+    scatter([Piece(pool, 0)], [3, -1, -1], blocks, mover=mover)  # holes may
+    gather([Piece(pool, 0)], [3, 3, 3], blocks, mover=mover)  # and reading may
 
 
 @pytest.mark.parametrize(
