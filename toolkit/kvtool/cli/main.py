@@ -23,6 +23,7 @@ from kvtool.errors import KvtoolError, Missing
 
 COMMANDS = {
     "doctor": Entry("kvtool.cli.doctor:doctor", "Check what this machine has and lacks, with the fix for each."),
+    "gpu-check": Entry("kvtool.cli.gpu_check:gpu_check", "On a GPU host: prove what cannot be proven elsewhere."),
     "demo": Entry("kvtool.cli.demo:demo", "Build, deploy, stream, compare: the whole way in one command."),
     "build": Entry("kvtool.cli.build:build", "Turn a checkpoint into an engine directory."),
     "engine": Entry("kvtool.cli.engine:app", "Look at engine directories."),
