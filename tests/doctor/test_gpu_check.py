@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,3 +139,20 @@ def test_the_step_builds_a_bundle_of_a_tiny_model(tmp_path: Path, monkeypatch: p
     assert (bundle.card_of(86), bundle.card_of(120)) == ("a100-40gb", "b200")
     with pytest.raises(Skip, match=r"compute capability 7.5 is below 8.0"):
         bundle.card_of(75)
+
+
+def test_the_step_kernels_compares_with_the_twin_and_sees_a_wrong_byte() -> None:
+    from kvtool_trtllm.gpucheck.account import Wrong
+    from kvtool_trtllm.gpucheck.kernels import CASES, compare
+    from kvtool_trtllm.twin import Twin
+
+    assert sum(compare(seed, "cpu", False, Twin()) for seed in range(CASES)) > 1 << 16
+
+    class Torn(Twin):
+        def copy(self, gathering: bool, table: Any, rows: Any, packed: Any) -> None:
+            super().copy(gathering, table, rows, packed)
+            if gathering:
+                packed[-1, -1] += 1
+
+    with pytest.raises(Wrong, match="gather of shape 0: byte .* the twin's is"):
+        compare(0, "cpu", False, Torn())

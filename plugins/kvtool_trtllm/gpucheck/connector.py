@@ -73,7 +73,7 @@ def round_trip(
     first, second = slots[: BLOCKS + 1], slots[BLOCKS + 1 : 2 * (BLOCKS + 1)]
     pair = Pair(settings, version, stream, layout.layers)
     try:
-        pair.worker.register_kv_caches(memory)
+        pair.register(memory)
         pair.save(make(1, tokens), tokens, first)
         memory[torch.tensor(second, device=device)] = 0
         request, matched = pair.find(make, tokens)
@@ -113,6 +113,10 @@ class Pair:
             self.scheduler, self.worker = (one.result(LIMIT_S) for one in made)
         register = getattr(self.worker, "register_forward_pass_callable", None)
         self._forward: Callable[[], None] | None = register() if register else None
+
+    def register(self, memory: Any) -> None:
+        """`memory`: the pool of pages. Where the version has that call, the scheduler waits for its workers then."""
+        self.worker.register_kv_caches(memory)
         wait = getattr(self.scheduler, "wait_for_initialization", None)
         if wait:
             wait()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from random import Random
 from typing import Any
 
+from kvtool_trtllm.copies import Piece, gather, scatter
 from kvtool_trtllm.gpucheck.account import Context, Evidence, Wrong, gpu
 
 CASES = 60
-copies: Any = import_module("kvtool_trtllm.copies")
 
 
 def show_kernels(context: Context) -> tuple[str, Evidence]:
     """Packed blocks on the GPU and in pinned host memory in turn, as saves and loads have them."""
     torch = gpu()
+    from kvtool_trtllm.build import build
+    from kvtool_trtllm.kernel import Kernel
+
     major, minor = torch.cuda.get_device_capability(0)
-    library = import_module("kvtool_trtllm.build").build([f"{major}{minor}"])
-    kernel = import_module("kvtool_trtllm.kernel").Kernel(library)
+    kernel = Kernel(build([f"{major}{minor}"]))
     moved = sum(compare(seed, "cuda:0", seed % 2 == 1, kernel) for seed in range(CASES))
     return f"{CASES} shapes on sm_{major}{minor}", {"cases": CASES, "kernel_cases": CASES, "bytes": moved}
 
@@ -44,24 +45,24 @@ def compare(seed: int, device: str, pinned: bool, mover: Any) -> int:
     packed = torch.randint(0, 256, (blocks, sum(runs)), generator=random, dtype=torch.uint8)
     wanted, got = packed.clone(), packed.pin_memory() if pinned else packed.to(device)
     ours, theirs = _pieces(memory, runs, order), _pieces(there, runs, order)
-    copies.gather(ours, pages, wanted)
-    copies.gather(theirs, pages, got, mover=mover)
+    gather(ours, pages, wanted)
+    gather(theirs, pages, got, mover=mover)
     _synchronize(device)
     _same(f"gather of shape {seed}", got.cpu(), wanted)
     fresh = torch.randint(0, 256, wanted.shape, generator=random, dtype=torch.uint8)
-    copies.scatter(ours, pages, fresh)
-    copies.scatter(theirs, pages, fresh.pin_memory() if pinned else fresh.to(device), mover=mover)
+    scatter(ours, pages, fresh)
+    scatter(theirs, pages, fresh.pin_memory() if pinned else fresh.to(device), mover=mover)
     _synchronize(device)
     _same(f"scatter of shape {seed}", there.cpu(), memory)
     return 2 * int(wanted.numel())
 
 
-def _pieces(memory: Any, runs: list[int], order: list[int]) -> list[Any]:
+def _pieces(memory: Any, runs: list[int], order: list[int]) -> list[Piece]:
     """Runs that follow each other in memory, in another order in the packed block."""
     starts = [sum(runs[:index]) for index in range(len(runs))]
     places = {index: sum(runs[before] for before in order[:at]) for at, index in enumerate(order)}
     return [
-        copies.Piece(memory[:, start : start + size], places[index])
+        Piece(memory[:, start : start + size], places[index])
         for index, (start, size) in enumerate(zip(starts, runs, strict=True))
     ]
 

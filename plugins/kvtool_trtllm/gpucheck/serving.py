@@ -31,18 +31,22 @@ Answers = list[list[list[int]]]
 def show_equality(context: Context) -> tuple[str, Evidence]:
     """A process without a pool, one that fills the pool, and one that finds its blocks there."""
     gpu()
-    bundle = read_bundle(context.work / "bundle")
+    return equality(context.work)
+
+
+def equality(work: Path) -> tuple[str, Evidence]:
+    bundle = read_bundle(work / "bundle")
     asked = prompts(bundle, 0)
-    plain = answer(context.work, "plain", bundle, asked, rounds=2)
-    (context.work / "plain-answers.json").write_text(json.dumps(plain), encoding="utf-8")
-    with connected_pool(context.work, bundle) as (run_dir, state):
-        first = answer(context.work, "first", bundle, asked, state=state)
+    plain = answer(work, "plain", bundle, asked, rounds=2)
+    with connected_pool(work, bundle) as (run_dir, state):
+        first = answer(work, "first", bundle, asked, state=state)
         before = blocks_served(run_dir)
-        again = answer(context.work, "again", bundle, asked, state=state)
+        again = answer(work, "again", bundle, asked, state=state)
         hits = blocks_served(run_dir) - before
     compare(plain, first[0], "with an empty pool")
     cold = compare(plain, again[0], "from the pool")
-    return f"{cold} of {len(asked)} as cold, the others as with the engine's own reuse; {hits} blocks", {
+    others = "" if cold == len(asked) else ", the others as with the engine's own reuse"
+    return f"{cold} of {len(asked)} as cold{others}; {hits} blocks from the pool", {
         "prompts": len(asked),
         "tokens": sum(map(len, again[0])),
         "hit_blocks": hits,
@@ -53,16 +57,20 @@ def show_equality(context: Context) -> tuple[str, Evidence]:
 def show_pair(context: Context) -> tuple[str, Evidence]:
     """Prefill and decode roles: the first process computes prompts, the second finds their KV in the pool."""
     gpu()
-    bundle = read_bundle(context.work / "bundle")
+    return pair(context.work)
+
+
+def pair(work: Path) -> tuple[str, Evidence]:
+    bundle = read_bundle(work / "bundle")
     asked = prompts(bundle, 1)
-    plain = answer(context.work, "one", bundle, asked, rounds=2)
-    with connected_pool(context.work, bundle) as (run_dir, state):
-        answer(context.work, "prefill", bundle, asked, state=state, role="prefill", max_tokens=1)
+    plain = answer(work, "one", bundle, asked, rounds=2)
+    with connected_pool(work, bundle) as (run_dir, state):
+        answer(work, "prefill", bundle, asked, state=state, role="prefill", max_tokens=1)
         before = blocks_served(run_dir)
-        decoded = answer(context.work, "decode", bundle, asked, state=state, role="decode")
+        decoded = answer(work, "decode", bundle, asked, state=state, role="decode")
         hits = blocks_served(run_dir) - before
     cold = compare(plain, decoded[0], "of the pair")
-    return f"{cold} of {len(asked)} as one cold process; {hits} blocks", {
+    return f"{cold} of {len(asked)} as one cold process; {hits} blocks from the pool", {
         "prompts": len(asked),
         "tokens": sum(map(len, decoded[0])),
         "hit_blocks": hits,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.doctor.gpu.report import Result, Scrub, Status, Step, judge
-from kvtool.engine.trtllm.environ import without_mpi_job
+from kvtool.engine.trtllm.llm import clean_environment
 
 MARK = "KVTOOL_GPU_CHECK"
 LOG_LINES = 25
@@ -40,7 +40,8 @@ def run_step(step: Step, argv: Sequence[str], work: Path, scrub: Scrub, timeout_
     limit_s, number, began_s = timeout_s or step.timeout_s, secrets.token_hex(8), time.monotonic()
     account, log = work / f"{step.name}.json", work / f"{step.name}.log"
     account.unlink(missing_ok=True)
-    environment = {**without_mpi_job(os.environ), MARK: number, f"{MARK}_ACCOUNT": str(account)}
+    environment = {**os.environ, MARK: number, f"{MARK}_ACCOUNT": str(account)}
+    clean_environment(environment)
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(

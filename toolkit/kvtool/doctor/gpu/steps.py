@@ -25,7 +25,7 @@ STEPS = (
         "blocks go from GPU pages to a real pool and back to other pages by the connector pair, byte for byte",
         300,
         {"blocks": 8, "bytes": 1, "found_tokens": 1},
-        ("import",),
+        ("build",),
     ),
     Step(
         "kernels",
