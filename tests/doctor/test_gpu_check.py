@@ -154,5 +154,5 @@ def test_the_step_kernels_compares_with_the_twin_and_sees_a_wrong_byte() -> None
             if gathering:
                 packed[-1, -1] += 1
 
-    with pytest.raises(Wrong, match="gather of shape 0: byte .* the twin's is"):
+    with pytest.raises(Wrong, match=r"gather of shape 0: byte .* the twin's is"):
         compare(0, "cpu", False, Torn())
