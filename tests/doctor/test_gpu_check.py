@@ -44,7 +44,7 @@ def test_every_step_has_its_code_and_its_evidence() -> None:
 def test_what_needs_a_step_that_did_not_pass_is_skipped_and_says_so() -> None:
     got = statuses({"import": Status.SKIPPED, "kernels": Status.FAIL})
     assert got["connector"].status is Status.SKIPPED
-    assert got["connector"].detail == "needs import, which was skipped"
+    assert got["build"].detail == "needs import, which was skipped"
     assert got["equality"].detail == "needs build, which was skipped"
     assert got["nixl"].status is Status.PASS
     assert statuses({"versions": Status.FAIL})["nixl"].detail == "needs versions, which failed"
