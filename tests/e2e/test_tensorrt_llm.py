@@ -7,6 +7,7 @@ KV byte that it reads, so the same tokens as a direct run mean that the right KV
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from overlay import overlay
 from prompts import prose
 
 from kvtool.engine.tokenizer import Tokenizer
+from kvtool.pool.launch import find_mpiexec
 
 pytestmark = pytest.mark.real
 
@@ -43,6 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     build_bundle(folder, write_checkpoint(folder / "checkpoint"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deployed, "KVTOOL", overlay(folder / "venv", fake))
+        patch.setenv("PATH", f"{os.environ['PATH']}:{Path(find_mpiexec()).parent}")
         patch.setenv("OMPI_COMM_WORLD_RANK", "3")  # as under a launcher; nothing of it may reach TensorRT-LLM
         yield folder
 
@@ -69,6 +72,26 @@ def _direct(place: Path, prompt: str, max_tokens: int) -> list[int]:
 
 def _quiet(running: Deployed) -> None:
     until("everything to be let go", lambda: not running.held(), 15)
+
+
+def test_the_pool_carries_kv_from_prefill_to_decode_and_to_the_next_request(place: Path, tmp_path: Path) -> None:
+    running = Deployed(tmp_path, place / "tiny", _spec("pool"), pool__ranks="2", pool__dram_size="32MiB")
+    try:
+        blocks = len(Tokenizer(place / "tiny").encode(PROMPT)) // 16
+        first = running.ask(PROMPT, 12)
+        assert first.tokens == _direct(place, PROMPT, 12) and first.usage["hit_tokens"].get("engine", 0) == 0, first
+        assert first.usage["pool"]["blocks_put"] == blocks, "prefill answered before the pool had them"
+        again = running.ask(PROMPT, 12)
+        assert again.tokens == first.tokens and again.usage["hit_tokens"]["engine"] == 16 * blocks, again
+        computed = running.worker("prefill-0")["counts"]["computed_tokens"] - first.usage["prompt_tokens"]
+        assert computed < 16, "beside the first prompt nothing but canaries"
+        kill(running.stub("decode-0", "decode_engine"))
+        after = running.ask(PROMPT, 12)
+        assert after.tokens == first.tokens and after.finish == "length", "a new server finds the KV in the pool"
+        _quiet(running)
+    finally:
+        running.down()
+    assert running.left() == set()
 
 
 def test_the_transceiver_carries_kv_from_prefill_to_decode(place: Path, tmp_path: Path) -> None:

@@ -296,3 +296,56 @@ def test_closing_the_front_ends_what_is_in_flight(cluster):
         pass
     front.close()
     assert sink.wait().error is not None and len(cluster.cancelled) == 1
+
+
+# With TensorRT-LLM's transceiver: decode servers only generate, and what a context request left serves one of them.
+
+
+@pytest.fixture
+def direct(cluster):
+    cluster.pool_up = False
+    cluster.write()
+    made = Front(PeersFile(cluster.file), LIMITS, cluster, handoff="transceiver")
+    yield made
+    made.close()
+
+
+def test_a_prompt_is_handed_over_again_when_its_decode_server_is_lost(direct, cluster):
+    cluster.dies_after[("decode-0", 1)] = 2
+    cluster.on_death = lambda peer: cluster.add("decode-0", epoch=2)
+    sink = _ask(direct).wait()
+    assert tuple(sink.tokens) == ANSWER and [call[0] for call in cluster.calls] == ["prefill", "decode"] * 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nothing_is_handed_over_before_both_servers_are_there(direct, cluster, role):
+    cluster.remove(f"{role}-0")
+    late = _ask(direct, deadline_ms=150).wait()
+    assert isinstance(late.error, DeadlinePassed) and cluster.calls == []
+    patient = _ask(direct)
+    cluster.add(f"{role}-0", epoch=2)
+    assert tuple(patient.wait().tokens) == ANSWER
+    assert [call[0] for call in cluster.calls] == ["prefill", "decode"]
+
+
+def test_a_prompt_that_no_prefill_server_takes_is_not_left_to_decode(direct, cluster):
+    cluster.dies_after[("prefill-0", 1)] = 0
+    sink = _ask(direct).wait()
+    assert isinstance(sink.error, Unavailable) and "no prefill server took the prompt" in str(sink.error)
+    assert {call[0] for call in cluster.calls} == {"prefill"}
+
+
+def test_kv_that_waited_too_long_for_a_decode_server_is_made_again(direct, cluster, monkeypatch):
+    monkeypatch.setattr("kvtool.triton.front._KEEPS_S", 0.05)
+    take, first = cluster.prefill, []
+
+    async def prefill(peer, text, ask, timeout_s):
+        answer = await take(peer, text, ask, timeout_s)
+        if not first:
+            first.append(cluster.remove("decode-0"))
+            asyncio.get_running_loop().call_later(0.3, cluster.add, "decode-0", 2)
+        return answer
+
+    cluster.prefill = prefill
+    sink = _ask(direct).wait()
+    assert tuple(sink.tokens) == ANSWER and [call[0] for call in cluster.calls] == ["prefill", "prefill", "decode"]

@@ -88,7 +88,6 @@ class LlmPrefillWorker(LlmWorker[_Job]):
         usage.computed_tokens = usage.prompt_tokens - sum(usage.hit_tokens.values())
         usage.seconds["total"] = time.monotonic() - job.arrived_s
         if self._claim(job, "done"):
-            self._count("computed_tokens", usage.computed_tokens)
             self._tell(job, PrefillDone(job.id, handoff, usage))
 
     async def _context(self, job: _Job) -> Handoff:
@@ -119,6 +118,7 @@ class LlmPrefillWorker(LlmWorker[_Job]):
             raise EngineFailed(f"{job.id}: TensorRT-LLM ended the prompt as {finish}")
         job.usage.seconds["prefill"] = time.monotonic() - began_s
         cached = self._cached(output, len(job.request.tokens))
+        self._count("computed_tokens", len(job.request.tokens) - cached)
         job.usage.hit_tokens = {ENGINE: cached} if cached else {}
         return output
 

@@ -37,6 +37,9 @@ _ALIVE = (Overloaded, EngineFull)
 _LOOK_S = 0.1
 _CANCEL_S = 2.0
 _POLL_S = 0.025
+_KEEPS_S = 5.0
+"""How old a context request's KV may be when a decode server is asked to pull it; half of the shortest timeout that is
+rendered for the transfer."""
 
 
 class Front:
@@ -166,10 +169,15 @@ class Front:
         )
 
     async def _serve(self, flight: Flight) -> None:
-        tokens, handoff = await self._prompt(flight)
+        tokens: tuple[int, ...] = ()
+        handoff = ""
         while True:
-            flight.stage = "decode"
+            if not tokens or self._direct:  # a context request serves one generation request
+                tokens, handoff = await self._prompt(flight)
+            made_s, flight.stage = time.monotonic(), "decode"
             peer = await self._choose(flight)
+            if self._direct and time.monotonic() - made_s > _KEEPS_S:
+                continue
             flight.instances["decode"] = peer.name
             try:
                 await self._decode(flight, peer, tokens, handoff)
@@ -183,8 +191,6 @@ class Front:
                         f"{flight.asked.request_id}: {len(flight.lost)} decode servers were lost with this request, "
                         f"the last so: {error}"
                     ) from None
-                if self._direct:  # the lost server may have pulled the KV, and a context request serves one
-                    tokens, handoff = await self._prompt(flight)
 
     async def _prompt(self, flight: Flight) -> tuple[tuple[int, ...], str]:
         """Prompt tokens, and a hand-off where a prefill server could be had.
@@ -198,6 +204,7 @@ class Front:
         handoff = ""
         if self._direct:
             await self._choose(flight, "prefill")
+            await self._choose(flight)  # who would pull the KV must be there first: it does not keep
         if self._direct or (peers.pool_up and peers.of("prefill")):
             tokens, handoff = await self._prefill(flight)
         if self._direct and not tokens:

@@ -65,7 +65,8 @@ def read_llm_args(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise EngineRefused(f"{path}: wanted the arguments of LLM() ({error}); build or render it again") from None
+        why = " ".join(str(error).split())
+        raise EngineRefused(f"{path}: wanted the arguments of LLM() ({why}); build or render it again") from None
     if not isinstance(found, dict) or not isinstance(found.get("model"), str):
         raise EngineRefused(f"{path}: wanted a table of LLM() arguments with a model; build or render it again")
     return found
