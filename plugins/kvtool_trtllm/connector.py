@@ -72,9 +72,11 @@ class KvtoolConnectorScheduler(_SchedulerBase):
         control = Control(address, key, settings.tensor_parallel, hello_of(settings))
         self.substance = Scheduler(settings, control)
         self._control = control
+        self._pool = settings.pool_state is not None
 
     def wait_for_initialization(self) -> None:
-        self._control.wait_for_workers()
+        if self._pool:  # workers without a pool have nothing to stage, and do not call
+            self._control.wait_for_workers()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self.substance.match(request, num_computed_tokens)
