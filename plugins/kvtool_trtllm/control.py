@@ -12,14 +12,16 @@ late, hung or gone counts as one that holds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ CONNECT_S = 120.0
 """Ranks of one engine start at their own pace."""
 MESSAGE_SIZE_MAX = 64 << 20
 _POLL_S, _LOOK_S = 0.05, 0.2
+_MEET_S = 10.0
 _UNIX_KEY = b"kvtool connector control: the socket's permissions are the secret"
 
 
@@ -78,7 +81,7 @@ class Control:
     """The scheduler's end, for an engine of `world` ranks. `hello`: what every worker must say of itself."""
 
     def __init__(self, address: Any, key: bytes, world: int, hello: dict[str, Any]) -> None:
-        self._world, self._hello = world, hello
+        self._world, self._hello, self._key = world, hello, key
         self._workers: dict[int, Connection[Any, Any]] = {}
         self._refusal: EngineRefused | None = None
         self._lock, self._all_there = threading.Lock(), threading.Event()
@@ -88,12 +91,13 @@ class Control:
             self._path.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
-            self._listener = Listener(address, authkey=key)
+            self._listener = Listener(address)
         except OSError as error:
             raise EngineRefused(f"control {address}: cannot listen there: {error.strerror}; choose another") from None
         finally:
             os.umask(before)
-        threading.Thread(target=self._accept, name="kvtool-control", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="kvtool-control", daemon=True)
+        self._thread.start()
 
     def wait_for_workers(self, timeout_s: float = CONNECT_S) -> None:
         """
@@ -135,6 +139,9 @@ class Control:
 
     def close(self) -> None:
         self._closed = True
+        with contextlib.suppress(OSError):
+            Client(self._listener.address).close()  # a close from another thread does not wake an accept
+        self._thread.join(5)
         self._listener.close()
         with self._lock:
             for connection in self._workers.values():
@@ -183,12 +190,27 @@ class Control:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-                hello = unpacked(connection.recv_bytes(1 << 16)) if connection.poll(10) else {}
-                self._welcome(connection, hello)
-            except Exception as error:  # a stranger, or one who went away
-                if not self._closed:
-                    log.warning("no worker error=%r", error)
-                    time.sleep(_POLL_S)
+            except OSError as error:
+                log.warning("nobody accepted error=%r", error)
+                time.sleep(_POLL_S)
+                continue
+            threading.Thread(target=self._meet, args=(connection,), name="kvtool-meet", daemon=True).start()
+
+    def _meet(self, connection: Connection[Any, Any]) -> None:
+        """In a thread of its own, so that one who says nothing keeps nobody waiting; cut off after a while."""
+        cut = threading.Timer(_MEET_S, lambda: shut(connection))
+        cut.daemon = True
+        cut.start()
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._welcome(connection, unpacked(connection.recv_bytes(1 << 16)))
+        except Exception as error:  # a stranger, or one who went away
+            if not self._closed:
+                log.warning("no worker error=%r", error)
+            connection.close()
+        finally:
+            cut.cancel()
 
     def _welcome(self, connection: Connection[Any, Any], hello: dict[str, Any]) -> None:
         rank = hello.pop("rank", None)
@@ -269,6 +291,12 @@ class ControlWorker:
             log.exception("staging failed load=%d", load_id)
         self._stager.keep(load_id, 0)
         return 0
+
+
+def shut(connection: Connection[Any, Any]) -> None:
+    """End it for whoever reads from it too; `close` alone does not wake a read."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
 
 
 def unpacked(raw: bytes) -> dict[str, Any]:
