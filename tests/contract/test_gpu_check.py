@@ -110,3 +110,14 @@ def test_answers_are_equal_with_and_without_a_pool_and_from_a_pair(made: Bundle,
         said, evidence = show(tmp_path)
         assert evidence["as_cold"] == serving.PROMPTS, said
         assert evidence["hit_blocks"] >= 3 * serving.PROMPTS
+
+
+def test_the_package_is_imported_and_takes_what_the_bundle_has(made: Bundle, trtllm: Any, tmp_path: Path) -> None:
+    trtllm(made.fields.version)
+    versions = importlib.import_module("kvtool_trtllm.gpucheck.versions")
+    said, evidence = versions.show_import(None)
+    assert (said, evidence["names"]) == (f"TensorRT-LLM {made.fields.version}", 5)
+    assert len(bundle.accepted(made)) == 3
+    sys.modules["tensorrt_llm"].__version__ = "0.9"
+    with pytest.raises(Exception, match=r"the package says 0\.9: two installations are mixed"):
+        versions.show_import(None)

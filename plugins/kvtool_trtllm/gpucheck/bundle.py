@@ -12,6 +12,7 @@ from kvtool.engine.trtllm.bundle import Bundle, read_bundle
 from kvtool.engine.trtllm.gpus import GPUS
 from kvtool.engine.trtllm.llm_args import llm_args
 from kvtool.engine.trtllm.request import Asked, prepare
+from kvtool.engine.trtllm.source import read_source
 from kvtool.engine.trtllm.version import installed
 from kvtool_trtllm.gpucheck.account import Context, Evidence, Skip, gpu
 
@@ -44,18 +45,32 @@ def show_build(context: Context) -> tuple[str, Evidence]:
     model = context.model or write_tiny(context.work / "tiny")
     capability = torch.cuda.get_device_capability(0)
     bundle = make_bundle(model, context.work / "bundle", card_of(capability[0] * 10 + capability[1]))
+    files, taken = len(bundle.manifest.files), accepted(bundle)
+    return f"{files} files; accepted by {', '.join(taken)}", {"files": files, "classes": len(taken)}
+
+
+def accepted(bundle: Bundle) -> list[str]:
+    """TensorRT-LLM's classes that took what the bundle has for them; one that does not raises."""
     args = llm_args(bundle, role="both", version=installed(), connector=True, cuda_graphs=False)
-    module = import_module("tensorrt_llm.llmapi")
-    classes = {"KvCacheConfig": "kv_cache_config", "KvCacheConnectorConfig": "kv_connector_config"}
-    taken = [name for name, key in classes.items() if getattr(module, name)(**args[key])]
-    files = len(bundle.manifest.files)
-    return f"{bundle.manifest.name} of {len(taken)} classes' arguments", {"files": files, "classes": len(taken)}
+    module = import_module("tensorrt_llm.llmapi.llm_args")
+    module.KvCacheConfig(**args["kv_cache_config"])
+    module.KvCacheConnectorConfig(**args["kv_connector_config"])
+    module.TorchLlmArgs(**args)
+    return ["KvCacheConfig", "KvCacheConnectorConfig", "TorchLlmArgs"]
 
 
 def make_bundle(model: Path, out: Path, card: str) -> Bundle:
     """The bundle of the checkpoint `model` in `out`, for one GPU of kind `card` and the TensorRT-LLM installed here."""
     longest = min(MAX_SEQ_LEN, json.loads((model / "config.json").read_text())["max_position_embeddings"])
-    changes = (f"gpu={card}", f"max_seq_len={longest}", "max_batch_size=8", "max_num_tokens=512")
+    source = read_source(model)
+    changes = (
+        f"gpu={card}",
+        f"quantisation={source.quantisation}",
+        f"kv_dtype={source.kv_dtype or source.dtype}",
+        f"max_seq_len={longest}",
+        "max_batch_size=8",
+        "max_num_tokens=512",
+    )
     request = prepare(Asked(str(model), name="gpu-check", block_tokens=BLOCK_TOKENS, changes=changes), None)
     build(request, out, force=True)
     return read_bundle(out)

@@ -67,9 +67,9 @@ def round_trip(
     random = torch.Generator().manual_seed(5)
     raw = torch.randint(-(1 << 15), 1 << 15, shape, generator=random, dtype=torch.int32).to(torch.int16)
     memory = raw.view(torch.bfloat16).to(device)
-    tokens = [Random(3).randrange(2, bundle.manifest.vocab_size) for _ in range(BLOCKS * layout.block_tokens + 5)]
-    slots = list(range(SLOTS))
-    Random(9).shuffle(slots)  # pages lie anywhere, as in a pool that has been used
+    rng, slots = Random(3), list(range(SLOTS))
+    tokens = [rng.randrange(2, bundle.manifest.vocab_size) for _ in range(BLOCKS * layout.block_tokens + 5)]
+    rng.shuffle(slots)  # pages lie anywhere, as in a pool that has been used
     first, second = slots[: BLOCKS + 1], slots[BLOCKS + 1 : 2 * (BLOCKS + 1)]
     pair = Pair(settings, version, stream, layout.layers)
     try:
@@ -111,23 +111,26 @@ class Pair:
         with ThreadPoolExecutor(2) as threads:  # they meet while both are being made
             made = [threads.submit(getattr(module, name), settings) for name in (SCHEDULER_CLASS, WORKER_CLASS)]
             self.scheduler, self.worker = (one.result(LIMIT_S) for one in made)
-        register = getattr(self.worker, "register_forward_pass_callable", None)
-        self._forward: Callable[[], None] | None = register() if register else None
+        called = can(version).connector_callbacks
+        self._forward: Callable[[], None] | None = None
+        if "register_forward_pass_callable" in called:
+            self._forward = self.worker.register_forward_pass_callable()
+        self._waits = "wait_for_initialization" in called
 
     def register(self, memory: Any) -> None:
         """`memory`: the pool of pages. Where the version has that call, the scheduler waits for its workers then."""
         self.worker.register_kv_caches(memory)
-        wait = getattr(self.scheduler, "wait_for_initialization", None)
-        if wait:
-            wait()
+        if self._waits:
+            self.scheduler.wait_for_initialization()
 
     def save(self, request: Any, tokens: list[int], pages: list[int]) -> None:
-        """A prompt that nothing is known of, computed in one pass, and its end."""
+        """A prompt that nothing is known of, computed in one pass; a token generated behind it; its end."""
         matched, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
         if matched:
             raise Wrong(f"an empty pool was said to hold {matched} tokens")
         self.scheduler.update_state_after_alloc(request, pages)
-        self._step([self._data(request, tokens, pages)])
+        self._step([self._data(request, tokens, pages, 0)])
+        self._step([], [self._data(request, [7], [], len(tokens))])
         if self.scheduler.request_finished(request, pages):
             self._until("saved", 0, request.request_id)
 
@@ -154,24 +157,27 @@ class Pair:
             if end:
                 end()
 
-    def _data(self, request: Any, tokens: list[int], pages: list[int]) -> Any:
+    def _data(self, request: Any, tokens: list[int], pages: list[int], position: int) -> Any:
         values = {
             "request_id": request.request_id,
             "new_tokens": tokens,
             "new_block_ids": pages,
-            "computed_position": 0,
+            "computed_position": position,
             "num_scheduled_tokens": len(tokens),
         }
         module = import_module(str(can(self._version).connector_module))
         return module.RequestData(**{key: values[key] for key in values if key in fields("RequestData", self._version)})
 
     def _step(
-        self, new: list[Any], finished: Sequence[int] = (), loading: Sequence[int] = ()
+        self,
+        new: Sequence[Any] = (),
+        cached: Sequence[Any] = (),
+        finished: Sequence[int] = (),
+        loading: Sequence[int] = (),
     ) -> tuple[Iterable[int], Iterable[int]]:
         """One iteration of the executor, without a model in it."""
-        output = import_module(str(can(self._version).connector_module)).SchedulerOutput(
-            new_requests=new, cached_requests=[]
-        )
+        module = import_module(str(can(self._version).connector_module))
+        output = module.SchedulerOutput(new_requests=list(new), cached_requests=list(cached))
         self.worker.bind_connector_meta(self.scheduler.build_connector_meta(output))
         self.worker.start_load_kv(self._stream)
         for layer in range(self._layers):
@@ -188,7 +194,7 @@ class Pair:
         given: list[list[int]] = [[], []]
         given[which].append(request_id)
         until_s = time.monotonic() + LIMIT_S
-        while request_id not in self._step([], *given)[which]:
+        while request_id not in self._step((), (), *given)[which]:
             if time.monotonic() > until_s:
                 raise Wrong(f"request {request_id} was not {what} within {LIMIT_S:g} s")
             given[which].clear()

@@ -19,7 +19,13 @@ from kvtool.doctor.gpu.runner import command, run_step
 STEPS = (
     Step("versions", "versions that an adapter drives, and a GPU that torch computes on", 120, {"gpus": 1}),
     Step("import", "tensorrt_llm is imported without joining an MPI job", 300, {"names": 3}, ("versions",)),
-    Step("build", "kvtool build makes a bundle that TensorRT-LLM's own classes accept", 300, {"files": 3}, ("import",)),
+    Step(
+        "build",
+        "kvtool build makes a bundle that TensorRT-LLM's own classes accept",
+        300,
+        {"files": 3, "classes": 3},
+        ("import",),
+    ),
     Step(
         "connector",
         "blocks go from GPU pages to a real pool and back to other pages by the connector pair, byte for byte",
