@@ -39,6 +39,8 @@ class Loader:
         self._layer_events: dict[int, list[Any]] = {}
         self._waited: set[int] = set()
         self.blocks = 0
+        self.started: set[int] = set()
+        """Requests whose load beside the batch was queued, and is not reported yet."""
 
     def start(self, loads: tuple[Load, ...], stream: Any) -> None:
         """Queue the copies of `loads` behind what `stream` has."""
@@ -58,6 +60,7 @@ class Loader:
                 for group in self._pages.groups:
                     self._copy(running, group.index, group.pieces)
                 running.events.append(self._side.record_event())
+                self.started.add(load.request_id)
 
     def _by_layer(self, running: _Running) -> None:
         for layer in sorted(layer for group in self._pages.groups for layer in group.layers):

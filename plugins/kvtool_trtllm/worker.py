@@ -138,12 +138,15 @@ class Worker:
         self._asked["loading"].extend(loading)
         if self._loader is None:
             return [], []
-        self._loader.tidy()
-        return self._done("saving"), self._done("loading")
+        done = self._done("saving"), self._done("loading")
+        self._loader.tidy()  # after the look: what is reported gives its memory back in the same call
+        return done
 
     def _done(self, kind: str) -> list[int]:
         assert self._loader is not None
-        done = [one for one in self._asked[kind] if self._loader.done(one)]
+        started = self._loader.started if kind == "loading" else set(self._asked[kind])
+        done = [one for one in self._asked[kind] if one in started and self._loader.done(one)]
+        self._loader.started.difference_update(done if kind == "loading" else ())
         self._asked[kind] = [one for one in self._asked[kind] if one not in done]
         return done
 
