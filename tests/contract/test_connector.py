@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import itertools
 import json
@@ -276,6 +277,18 @@ def test_other_settings_give_the_same_answers(place, pools, seed, how):
         played = real.engine(setup, without(requests, 1000 * at + 1), file, seed=seed + at, cancels=0.05)
         found = blocks_in_the_pool(file, setup, played, state=state, stored=1)
     assert (found > 0) == (played.stats["matched"] > 0) == (how.get("save") != "none")
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.4.0rc1"])
+def test_pages_of_a_request_that_is_cancelled_while_its_blocks_come_are_not_used_before(place, monkeypatch, version):
+    place.enter(version)
+    setup, requests = real.drawn(90, v2=False, count=24, keep=0.0, pages=28, late_s=0.0)
+    file, slow = place.file(setup), importlib.import_module("kvtool_trtllm.streams").Host(late_s=0.03)
+    real.engine(setup, requests, file, cancels=0)
+    monkeypatch.setattr("kvtool_trtllm.worker.device_of", lambda memory: slow)
+    played = real.engine(setup, without(requests), file, seed=1, cancels=0.15)
+    ended = [done.reason.name for done in played.executors[0].done.values()]
+    assert played.stats["matched"] > 0 and 3 < ended.count("CANCELLED") < 24
 
 
 def test_without_a_pool_nothing_is_matched_and_nothing_is_wrong(place):
