@@ -288,7 +288,7 @@ def test_pages_of_a_request_that_is_cancelled_while_its_blocks_come_are_not_used
     monkeypatch.setattr("kvtool_trtllm.worker.device_of", lambda memory: slow)
     played = real.engine(setup, without(requests), file, seed=1, cancels=0.15)
     ended = [done.reason.name for done in played.executors[0].done.values()]
-    assert played.stats["matched"] > 0 and 3 < ended.count("CANCELLED") < 24
+    assert played.stats["matched"] > 0 and ended.count("CANCELLED") > 3
 
 
 def test_without_a_pool_nothing_is_matched_and_nothing_is_wrong(place):
