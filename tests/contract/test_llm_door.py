@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_the_environment_is_as_it_must_be_before_the_import(version, args, opene
 def test_without_named_gpus_the_environments_choice_stays(version, args, opened):
     opened(args)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_every_rank_is_told_what_the_connector_needs_where_the_version_can(version, args, opened, monkeypatch):
+    monkeypatch.setenv("KVTOOL_CONNECTOR", "/bundle/connector.yaml")
+    passed = {}
+    monkeypatch.setattr(door, "_start", lambda args: passed.update(args) or SimpleNamespace(shutdown=lambda: None))
+    Llm(args, (), start_timeout_s=60, where="llm.yaml", tells=("KVTOOL_CONNECTOR", "KVTOOL_POOL"))
+    assert passed.get("env_overrides") == {"KVTOOL_CONNECTOR": "/bundle/connector.yaml"}
 
 
 async def _tokens(llm, **more):

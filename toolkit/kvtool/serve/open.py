@@ -147,7 +147,9 @@ def _llm(place: LlmPlace, options: LlmOptions) -> Llm:
             folder = tempfile.mkdtemp(prefix="kvtool-control-")
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             os.environ[CONTROL_ENV] = f"{folder}/socket"
-    return Llm(args, place.gpus, start_timeout_s=options.start_timeout_s, where=str(place.llm_file))
+    tells = (SETTINGS_ENV, POOL_ENV, CONTROL_ENV) if "kv_connector_config" in args else ()
+    where = str(place.llm_file)
+    return Llm(args, place.gpus, start_timeout_s=options.start_timeout_s, where=where, tells=tells)
 
 
 def _facts(engine: Path) -> Facts:

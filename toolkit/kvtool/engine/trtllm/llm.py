@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from kvtool.engine.trtllm.signatures import api, check_keywords
+from kvtool.engine.trtllm.release import first_of_series, parse_release
+from kvtool.engine.trtllm.signatures import api, check_keywords, fields
 from kvtool.engine.trtllm.version import Adapter, can, installed
 from kvtool.errors import EngineFailed, EngineRefused, Missing
 
@@ -75,8 +76,18 @@ def read_llm_args(path: Path) -> dict[str, Any]:
 class Llm:
     """One `tensorrt_llm.LLM` in this process. `generate` belongs to one asyncio loop; `close` to any thread."""
 
-    def __init__(self, args: Mapping[str, Any], gpus: Sequence[int], *, start_timeout_s: float, where: str) -> None:
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        gpus: Sequence[int],
+        *,
+        start_timeout_s: float,
+        where: str,
+        tells: Sequence[str] = (),
+    ) -> None:
         """`gpus`: ids on this host, none: leave the environment's choice. `where` names the arguments in errors.
+        `tells`: variables of the environment that every rank must have. What starts the ranks inherits them; versions
+        that can are asked to set them there as well.
 
         Raises:
             Missing: tensorrt_llm is not installed here.
@@ -90,6 +101,10 @@ class Llm:
                 "start the server in NVIDIA's TensorRT-LLM container"
             )
         self.can = can(version)
+        args = dict(args)
+        recorded = parse_release(version) >= first_of_series("1.2")  # nobody read it in 1.1
+        if tells and recorded and "env_overrides" in fields("LLM", version):
+            args["env_overrides"] = {name: os.environ[name] for name in tells if name in os.environ}
         check_keywords("LLM", args, version, where)
         gone = clean_environment(os.environ)
         if gone:
