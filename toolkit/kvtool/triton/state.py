@@ -23,6 +23,8 @@ from kvtool.triton.server import unlink_shm
 
 FILE = "deploy.json"
 LOCK = "lock"
+CONTROL_SUFFIX = ".control"
+"""Of the socket where the ranks of an instance over TensorRT-LLM meet their connector's scheduler."""
 STOP_TIMEOUT_S = 30.0
 """A supervisor that was asked to stop has this long."""
 
@@ -140,8 +142,8 @@ def clean(run_dir: Path, state: dict[str, Any]) -> list[str]:
         regions = unlink_shm(f"kvt-{deployment}-")
         if regions:
             said.append(f"{len(regions)} shared memory regions removed")
-    for name in (FILE, PEERS_FILE):
-        (run_dir / name).unlink(missing_ok=True)
+    for path in (run_dir / FILE, run_dir / PEERS_FILE, *run_dir.glob(f"*{CONTROL_SUFFIX}")):
+        path.unlink(missing_ok=True)
     return said
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from kvtool.config.check import check
 from kvtool.config.spec import Spec
 from kvtool.engine.manifest import read_manifest
+from kvtool.engine.trtllm.connector import CONTROL_ENV
 from kvtool.engine.trtllm.version import Adapter
 from kvtool.errors import KvtoolError, Unavailable
 from kvtool.triton import install, process, server, settings
@@ -36,7 +37,7 @@ from kvtool.triton.peers import Peers, write_whole
 from kvtool.triton.ports import Ports, choose
 from kvtool.triton.render import render
 from kvtool.triton.rpc import Links
-from kvtool.triton.state import FILE, clean, locked, make_run_dir, read_state_or_nothing
+from kvtool.triton.state import CONTROL_SUFFIX, FILE, clean, locked, make_run_dir, read_state_or_nothing
 from kvtool.triton.target import target_of, world_size
 
 log = logging.getLogger("kvtool.triton.supervise")  # also when run by -m
@@ -46,6 +47,8 @@ LOOK_S = 0.25
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the n-th restart in a row; a server that served for HEALTHY_S starts over."""
 HEALTHY_S = 60.0
+SOCKET_PATH_MAX = 107
+"""Bytes; what the kernel takes for a Unix socket."""
 _CANCEL_S = 2.0
 
 
@@ -283,6 +286,9 @@ class Supervisor:
         if self._pool:
             env[settings.POOL] = str(self._pool.state_file)
         if self.spec.target == "tensorrt_llm" and instance.role in ("prefill", "decode"):
+            socket = self.run_dir / f"{instance.name}{CONTROL_SUFFIX}"
+            if len(os.fsencode(socket)) <= SOCKET_PATH_MAX:  # else the worker makes one of its own
+                env[CONTROL_ENV] = str(socket)
             env |= getattr(self.spec.tensorrt_llm, instance.role).env
         return env
 
