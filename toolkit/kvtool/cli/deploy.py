@@ -122,6 +122,12 @@ def render(
     spec: SpecArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for front/, prefill/ and decode/.")],
     settings: SetOption = None,
+    launch: Annotated[
+        str,
+        typer.Option(
+            "--launch", help="Launch files beside them: all, or some of mpirun,slurm,compose,kubernetes. For GPUs."
+        ),
+    ] = "",
 ) -> None:
     """Write the three Triton model repositories, for a Triton that you run yourself.
 
@@ -131,10 +137,21 @@ def render(
     from kvtool.triton.render import render as render_repositories
 
     read = read_spec(spec, settings)
+    kinds = _kinds(launch)
     if read.target == "tensorrt_llm" or read.engine.exists():
         refuse(faults(read))
     files = render_repositories(read, out)
+    if kinds:
+        from kvtool.triton.launch import render_launch
+
+        files += render_launch(read, out, kinds)
     console.done(f"{len(files)} files in {out}; the same spec gives the same bytes")
+
+
+def _kinds(launch: str) -> tuple[str, ...]:
+    from kvtool.triton.launch import parse_kinds
+
+    return parse_kinds(launch) if launch else ()
 
 
 def _check(spec: Spec) -> None:

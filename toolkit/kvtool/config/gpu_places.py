@@ -107,10 +107,11 @@ def _memory(spec: Spec, facts: Facts) -> Iterator[Fault]:
             )
         for _, node, _ in placed(spec, role):
             hosts[node] += role.settings.host_cache_size
-    ranks = -(-pool.ranks // launch.nodes) if pool.enabled else 0
+    hosts[0] += 0
     if launch.node_memory is None:
         return
     for node, size in sorted(hosts.items()):
+        ranks = pool.ranks if pool.enabled and node == 0 else 0  # an mpiexec starts all of them on one host
         wanted = size + ranks * pool.dram_size
         if wanted > launch.node_memory:
             yield Fault(

@@ -27,6 +27,9 @@ ROLES = {
 }
 """Role -> its models. Decode has preprocessing too: prompts go straight to it while no prefill server is there."""
 
+LAUNCH = "launch"
+"""Beside them, where launch files were asked for."""
+
 SERVED_AS = {"front": "kvtool"}
 """Template folder -> name of the served model, where they differ."""
 
@@ -156,7 +159,8 @@ def _clear(out: Path) -> None:
     """Only what a render wrote may be replaced."""
     if not out.exists():
         return
-    strange = sorted(entry.name for entry in out.iterdir() if entry.name not in ROLES) if out.is_dir() else [out.name]
+    ours = (*ROLES, LAUNCH)
+    strange = sorted(entry.name for entry in out.iterdir() if entry.name not in ours) if out.is_dir() else [out.name]
     if strange:
         raise Refused(f"{out}: wanted a new or rendered folder, found {', '.join(strange[:3])} in it; give another")
     for role in ROLES:
