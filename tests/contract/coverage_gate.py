@@ -35,7 +35,20 @@ def measure(folder: Path, *tests: str) -> str:
     """The report, a line for each file; the tests must pass."""
     rc, env = settings(folder), dict(os.environ)
     env["PYTHONPATH"] = f"{ROOT}/toolkit:{ROOT}/plugins"
-    pytest = [sys.executable, "-m", "coverage", "run", f"--rcfile={rc}", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = [
+        sys.executable,
+        "-m",
+        "coverage",
+        "run",
+        f"--rcfile={rc}",
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
     subprocess.run([*pytest, f"--basetemp={folder}/tests", *tests], cwd=ROOT, env=env, check=True, timeout=1500)
     subprocess.run([sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={rc}"], cwd=ROOT, check=True)
     report = [sys.executable, "-m", "coverage", "report", f"--rcfile={rc}"]

@@ -49,7 +49,7 @@ def blocks_are_right(played, shared, setup, tp: int) -> int:
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.4.0rc1"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_schedule_gives_the_answers_of_the_model(trtllm, version, seed):
     trtllm(version)
     v2, tp = version >= "1.3" and seed % 4 != 0, 1 + seed % 2
