@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ def _forget() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in PURGED]:
         del sys.modules[name]
     importlib.invalidate_caches()
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """As it was: what an engine's process sets for itself is not the next test's."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_two_servers_answer_as_one(made: Bundle, tmp_path: Path) -> None:
     asked = serving.prompts(made, 0)[:3]
     plain = serving.answer(tmp_path, "plain", made, asked, rounds=2)
