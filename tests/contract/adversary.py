@@ -10,9 +10,18 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+
+def forget() -> None:
+    """What was imported from a generated package, and the connector, which chose its base classes there."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "tensorrt_llm" or name == "kvtool_trtllm.connector":
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def fake(name: str) -> Any:

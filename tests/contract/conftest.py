@@ -10,15 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from adversary import forget
 from generate import VERSIONS, write
-
-PURGED = ("tensorrt_llm", "kvtool_trtllm")
-
-
-def _forget() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in PURGED]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +38,7 @@ def trtllm(packages):
         leave()
         entered.append(str(packages[version]))
         sys.path.insert(0, entered[0])
-        _forget()
+        forget()
         return importlib.import_module("tensorrt_llm")
 
     def leave() -> None:
@@ -53,7 +46,7 @@ def trtllm(packages):
             with contextlib.suppress(ValueError):
                 sys.path.remove(entry)
         entered.clear()
-        _forget()
+        forget()
 
     yield enter
     leave()

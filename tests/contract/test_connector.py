@@ -18,8 +18,10 @@ from pathlib import Path
 import adversary
 import pytest
 import real
+import yaml
 
 from kvtool.engine.trtllm.connector import SETTINGS_ENV
+from kvtool.errors import EngineFailed
 from kvtool.kv.shard import rank_shards, shard_count, shard_key
 from kvtool.pool.client import PoolClient
 from kvtool.pool.config import PoolConfig
@@ -327,3 +329,14 @@ def test_an_llm_that_names_the_connector_answers_the_same_and_reads_what_another
         assert answers(kv_connector_config=names)[0] == alone
         again, cached = answers(kv_connector_config=names)
     assert again == alone and cached > 0
+
+
+def test_passes_that_call_the_hooks_of_some_layers_only_are_saved_whole(place, pools):
+    place.enter("1.2.1")
+    setup, requests = real.drawn(91, v2=False, hooked=(0, 2))
+    file = place.file(setup)
+    played = real.engine(setup, requests, file, cancels=0)
+    assert blocks_in_the_pool(file, setup, played, state=pools(real.pool_layout(setup.model, 1)), stored=1) > 4
+    layerwise = place.file(setup, load="layerwise", namespace=yaml.safe_load(file.read_text())["namespace"])
+    with pytest.raises(EngineFailed, match="Set load: async"):
+        real.engine(setup, without(requests), layerwise, cancels=0)

@@ -45,6 +45,8 @@ class Setup:
     chunk: int | None = None
     """Most tokens of prompts a pass; None: whole prompts."""
     graphs: bool = False
+    hooked: tuple[int, ...] | None = None
+    """Layers whose hooks run in an eager pass: others are pieces of CUDA graphs. None: all."""
     overlap: bool = False
     evicting: bool = False
     keep: float = 1.0
@@ -465,10 +467,11 @@ class Executor:
         eager = not (self.setup.graphs and all(item.state.state is _RUNNING for item in items))
         stream.enqueue(run.begin)
         for layer in range(self.model.layers):
-            if manager is not None and eager:
+            hooks = eager and (self.setup.hooked is None or layer in self.setup.hooked)
+            if manager is not None and hooks:
                 manager.call("wait_for_layer_load", lambda at=layer: manager.worker.wait_for_layer_load(at, stream))
             stream.enqueue(lambda at=layer: run.layer(at))
-            if manager is not None and eager:
+            if manager is not None and hooks:
                 manager.call("save_kv_layer", lambda at=layer: manager.worker.save_kv_layer(at, stream))
         if self.forward_callable is not None:
             self.forward_callable()
