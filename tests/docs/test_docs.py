@@ -107,6 +107,7 @@ def test_readme_keeps_its_order() -> None:
         "Five commands to a first answer",
         "Talking to it",
         "The pool by itself",
+        "On GPUs: TensorRT-LLM",
         "The life of one request",
         "Rooms, in reading order",
         "What it does not do yet",
