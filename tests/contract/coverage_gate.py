@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = ["build.py", "copies.py", "kernel.py", "packing.py", "pieces.py", "twin.py"]
+DEVICE = ["build.py", "copies.py", "kernel.py", "packing.py", "pieces.py", "selfcheck.py", "twin.py"]
 """Device copies: CUDA, its build, and their twin."""
 ONLY_ON_GPU = ("class Cuda:", "return Cuda(")
 """Lines, with what is indented below them, that need a GPU."""
