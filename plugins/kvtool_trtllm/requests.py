@@ -47,6 +47,8 @@ class Known:
     claim: Claim | None = None
     loading: bool = False
     """A load of its was handed to the workers."""
+    heard_s: float = 0.0
+    """When the engine last said anything of it."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,19 @@ class Requests:
         return range(computed // self.block_tokens, max(0, prompt_tokens - 1) // self.block_tokens)
 
     def admitted(
-        self, request_id: int, seed: bytes | None, prompt_tokens: int, computed: int, claim: Claim | None
+        self,
+        request_id: int,
+        seed: bytes | None,
+        prompt_tokens: int,
+        computed: int,
+        claim: Claim | None,
+        now_s: float = 0.0,
     ) -> None:
         """Open its books; those of an earlier life are closed (see `ended` for its claim)."""
         claimed = claim.count if claim else 0
         first = -(-computed // self.block_tokens)
         start = computed + claimed * self.block_tokens
-        self._known[request_id] = Known(seed, prompt_tokens, first + claimed, start, claim=claim)
+        self._known[request_id] = Known(seed, prompt_tokens, first + claimed, start, claim=claim, heard_s=now_s)
 
     def allocated(self, request_id: int, pages: Sequence[Sequence[int]]) -> Claim | None:
         """Bind a claim to its pages; the claim, if there was one. Its `pages` stay None where too few were given."""
@@ -115,14 +123,14 @@ class Requests:
                 found.append((request_id, claim))
         return found
 
-    def step(self, step: Step, *, new: bool) -> Save | None:
+    def step(self, step: Step, *, new: bool, now_s: float = 0.0) -> Save | None:
         """Take in one iteration's news of a request; what its pass completes, to be saved."""
         known = self._known.get(step.request_id)
         if known is None:  # admitted before we were asked, or not ours: what it hashes from is not known
             known = self._known[step.request_id] = Known(None, len(step.tokens))
         if new:
             known.tokens, known.pages, known.keys = [], [], []
-        known.loading = False
+        known.loading, known.heard_s = False, now_s
         known.tokens.extend(step.tokens)
         if not known.pages:
             known.pages = [[] for _ in step.pages]
@@ -163,6 +171,15 @@ class Requests:
     def ended(self, request_id: int) -> Known | None:
         """Forget it; its books, so that what it held can be given back."""
         return self._known.pop(request_id, None)
+
+    def silent(self, before_s: float) -> list[int]:
+        """Requests without a claim or a load that nothing was heard of since then: before 1.4 the engine does not say
+        when one ends that was reset and then cancelled."""
+        return [
+            request_id
+            for request_id, known in self._known.items()
+            if known.claim is None and not known.loading and known.heard_s < before_s
+        ]
 
     def due(self, before_s: float) -> list[tuple[int, Claim]]:
         """Claims made before then that nobody allocated for; they are marked as expired."""

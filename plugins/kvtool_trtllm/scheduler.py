@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 CLAIM_TERM_S = 60.0
 """A claim that nobody allocates for is given back then."""
+BOOKS_TERM_S = 3600.0
+"""Books of a request that nothing is heard of are closed then; were it to go on, its blocks are not saved."""
 _TICK_S = 1.0
 
 
@@ -87,7 +89,7 @@ class Scheduler:
                 return 0, False
             seed = seed_of(request, self._settings)
             claim = self._claim(seed, tokens, computed, layerwise) if seed is not None else None
-            self._requests.admitted(request_id, seed, len(tokens), computed, claim)
+            self._requests.admitted(request_id, seed, len(tokens), computed, claim, self._now_s())
         if claim is None:
             return 0, False
         count = claim.count * self._settings.kv.block_tokens
@@ -150,8 +152,9 @@ class Scheduler:
                 for request_id, claim in self._requests.loads()
                 if claim.pages is not None
             )
-            saves = [self._requests.step(step_of(data), new=True) for data in new]
-            saves += [self._requests.step(step_of(data), new=False) for data in cached]
+            now_s = self._now_s()
+            saves = [self._requests.step(step_of(data), new=True, now_s=now_s) for data in new]
+            saves += [self._requests.step(step_of(data), new=False, now_s=now_s) for data in cached]
             whole = tuple(save for save in saves if save is not None)
             self.counts["saved_blocks"] += sum(len(save.keys) for save in whole)
             forget, self._forget = tuple(self._forget), []
@@ -192,8 +195,10 @@ class Scheduler:
             self._control.keep(claim.load_id, 0)
 
     def expire(self) -> None:
-        """Give back what was claimed and never allocated for."""
+        """Give back what was claimed and never allocated for, and forget whom nothing is heard of."""
         with self._lock:
+            for request_id in self._requests.silent(self._now_s() - BOOKS_TERM_S):
+                self._requests.ended(request_id)
             for request_id, claim in self._requests.due(self._now_s() - CLAIM_TERM_S):
                 self.counts["expired"] += 1
                 self._control.keep(claim.load_id, 0)

@@ -195,6 +195,18 @@ def test_pages_come_by_layer_group_where_there_are_several() -> None:
     assert made.scheduler.build([one], []).saves[0].pages == ((3, 4), (-1, 5))
 
 
+def test_books_that_nothing_is_heard_of_are_closed() -> None:
+    made = Made(blocks=0)
+    for number in (1, 2):
+        made.scheduler.match(request(number), 0)
+    made.now_s += module.BOOKS_TERM_S
+    made.scheduler.build([data(2, list(range(13)), [1, 2, 3, 4], 0)], [])
+    made.now_s += 1.0
+    made.scheduler.expire()
+    assert made.scheduler.status()["known"] == 1
+    assert made.scheduler.build([], [data(1, [5], [6, 7, 8, 9], 12)]).saves == ()
+
+
 def test_its_thread_ends_what_is_due_and_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TICK_S", 0.01)
     monkeypatch.setattr(module, "CLAIM_TERM_S", 0.0)
