@@ -10,6 +10,8 @@ import pytest
 from bundles import sealed
 from gpu_specs import SPECS, Case, make_engines
 
+from kvtool.cli.main import main
+
 T = "tensorrt_llm."
 X = "cache_transceiver_config"
 
@@ -168,6 +170,17 @@ def test_rendered_repositories_that_are_right_are_not_refused(engines, tmp_path,
     case = Case(engines, tmp_path, base)
     case.render()
     assert case.faults(capsys) == (0, [])
+
+
+def test_host_caches_are_held_against_the_memory_of_the_host_that_starts_them(engines, tmp_path, capsys):
+    """TRT-LLM PR 16106, 13693: host tiers beyond the control group end in a kill."""
+    case = Case(engines, tmp_path, "pool")
+    case.put("tensorrt_llm.launch.node_memory", None)
+    case.put("tensorrt_llm.decode.host_cache_size", "900TiB")
+    assert case.faults(capsys) == (0, []), "on another host it may fit"
+    assert main(["deploy", "up", str(case.path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "host caches of all instances, and the pool: wanted 900.0 TiB" in said and "lower tensorrt_llm.*" in said
 
 
 @pytest.mark.parametrize(("base", "change", "key", "words", "met"), MISTAKES)

@@ -134,24 +134,17 @@ def render(
     A spec for GPUs is checked first, as by `kvtool check`; for others the engine need not be on this machine."""
     from kvtool.config.fault import refuse
     from kvtool.triton.check import faults
+    from kvtool.triton.launch import parse_kinds, render_launch
     from kvtool.triton.render import render as render_repositories
 
     read = read_spec(spec, settings)
-    kinds = _kinds(launch)
+    kinds = parse_kinds(launch) if launch else ()
     if read.target == "tensorrt_llm" or read.engine.exists():
         refuse(faults(read))
     files = render_repositories(read, out)
     if kinds:
-        from kvtool.triton.launch import render_launch
-
         files += render_launch(read, out, kinds)
     console.done(f"{len(files)} files in {out}; the same spec gives the same bytes")
-
-
-def _kinds(launch: str) -> tuple[str, ...]:
-    from kvtool.triton.launch import parse_kinds
-
-    return parse_kinds(launch) if launch else ()
 
 
 def _check(spec: Spec) -> None:
@@ -162,8 +155,28 @@ def _check(spec: Spec) -> None:
     from kvtool.triton.ports import choose
 
     refuse(faults(spec))
+    if spec.target == "tensorrt_llm":
+        _check_memory(spec)
     install.preflight(install.find(spec.tritonserver))
     choose(spec.front.host, spec.front.http_port, spec.front.grpc_port, spec.front.metrics_port)
+
+
+def _check_memory(spec: Spec) -> None:
+    """All of it runs here, so host caches and pool are held against what this host and its control groups have."""
+    from kvtool.transfer.room import demand, rooms
+    from kvtool.transfer.segment import SHM
+
+    roles = ((spec.tensorrt_llm.prefill, spec.prefill.instances), (spec.tensorrt_llm.decode, spec.decode.instances))
+    size = sum(role.host_cache_size * instances for role, instances in roles)
+    if size:
+        size += spec.pool.ranks * spec.pool.dram_size if spec.pool.enabled else 0
+        _, *memory = rooms(SHM)
+        demand(
+            "host caches of all instances, and the pool",
+            size,
+            memory,
+            "tensorrt_llm.*.host_cache_size or pool.dram_size",
+        )
 
 
 def _foreground(spec: Spec, run_dir: Path) -> None:
