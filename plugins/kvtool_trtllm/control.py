@@ -20,6 +20,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge, wait
 from pathlib import Path
@@ -37,6 +38,7 @@ CONNECT_S = 120.0
 MESSAGE_SIZE_MAX = 64 << 20
 _POLL_S, _LOOK_S = 0.05, 0.2
 _MEET_S = 10.0
+_LIVE_MAX = 4096
 _UNIX_KEY = b"kvtool connector control: the socket's permissions are the secret"
 
 
@@ -48,7 +50,12 @@ class Stager(Protocol):
         ...
 
     def keep(self, load_id: int, blocks: int) -> None:
-        """Give back what lies behind the first `blocks`; all of it when 0. Again is a no-op."""
+        """Give back what lies behind the first `blocks`; all of it when 0. Again, or after a load has taken its blocks,
+        is a no-op."""
+        ...
+
+    def only(self, load_ids: Sequence[int]) -> None:
+        """Give back every load but these: the scheduler's word after a time in which it could not be heard."""
         ...
 
 
@@ -84,6 +91,8 @@ class Control:
         self._world, self._hello, self._key = world, hello, key
         self._workers: dict[int, Connection[Any, Any]] = {}
         self._refusal: EngineRefused | None = None
+        self._live: OrderedDict[int, None] = OrderedDict()
+        """Loads that were staged and not given back since, the newest of them; a worker that comes again is told."""
         self._lock, self._all_there = threading.Lock(), threading.Event()
         self._closed = False
         self._path = Path(address) if isinstance(address, str) else None
@@ -125,6 +134,10 @@ class Control:
         if not self.ready or not keys:
             return 0
         until_s = time.monotonic() + budget_s
+        with self._lock:
+            self._live[load_id] = None
+            while len(self._live) > _LIVE_MAX:
+                self._live.popitem(last=False)
         message = {"op": "stage", "load": load_id, "keys": b"".join(keys), "budget_s": budget_s}
         asked = [rank for rank in range(self._world) if self._send(rank, message)]
         held = self._answers(load_id, asked, until_s) if len(asked) == self._world else {}
@@ -134,6 +147,9 @@ class Control:
         return blocks
 
     def keep(self, load_id: int, blocks: int) -> None:
+        if not blocks:
+            with self._lock:
+                self._live.pop(load_id, None)
         for rank in range(self._world):
             self._send(rank, {"op": "keep", "load": load_id, "blocks": blocks})
 
@@ -222,7 +238,9 @@ class Control:
             connection.close()
             self._all_there.set()
             return
-        connection.send_bytes(msgpack.packb({"welcome": True}))
+        with self._lock:
+            live = list(self._live)
+        connection.send_bytes(msgpack.packb({"live": live}))
         with self._lock:
             self._workers[rank] = connection
             if len(self._workers) == self._world:
@@ -268,6 +286,7 @@ class ControlWorker:
             self.refusal = EngineRefused(str(answer["refused"]))
             log.error("%s", self.refusal)
             return
+        self._stager.only([int(load_id) for load_id in answer.get("live", ())])
         while not self._closed:
             if not connection.poll(_LOOK_S):
                 continue  # a close from another thread does not wake a read

@@ -40,6 +40,8 @@ class _Batch:
     pages: Pages
     slots: list[int]
     event: Any = None
+    torn: bool = False
+    """Its pass or its request is gone; only its memory is wanted back, once nothing writes to it any more."""
 
 
 class Saver:
@@ -109,19 +111,26 @@ class Saver:
         stream.wait_event(event)
         batches, self._now = self._now, []
         for batch in batches:
-            batch.event = event
             self.counts["gathered"] += len(batch.keys)
-            with self._lock:
-                self._flying.append(batch)
-            self._queue.put(batch)
+            self._send(batch, event)
 
     def forget(self, request_ids: tuple[int, ...]) -> None:
         """Reset requests. What was gathered before their pages went is whole, since the engine waited for it; what had
         no event yet is given up."""
         for batch in [batch for batch in self._now if batch.request_id in request_ids]:
             self._now.remove(batch)
-            self._slots.give(batch.slots)
             self.counts["torn"] += len(batch.keys)
+            if self._gathered:  # layers of it are on their way into its memory
+                batch.torn = True
+                self._send(batch, self._side.record_event())
+            else:
+                self._slots.give(batch.slots)
+
+    def _send(self, batch: _Batch, event: Any) -> None:
+        batch.event = event
+        with self._lock:
+            self._flying.append(batch)
+        self._queue.put(batch)
 
     def drained(self, timeout_s: float) -> bool:
         """Whether everything gathered so far is with the pool, or given up, at the latest after `timeout_s`."""
@@ -153,7 +162,8 @@ class Saver:
                 continue
             try:
                 batch.event.synchronize()
-                self._put(batch)
+                if not batch.torn:
+                    self._put(batch)
             except Exception:  # a device that failed ends the engine's own pass too
                 log.exception("save failed request=%d blocks=%d", batch.request_id, len(batch.keys))
                 self.counts["failed"] += len(batch.keys)

@@ -144,22 +144,29 @@ class Staging:
 
     def keep(self, load_id: int, blocks: int) -> None:
         with self._lock:
-            slots = self._held.get(load_id, [])
-            if blocks:
+            slots = self._held.pop(load_id, [])
+            if slots[:blocks]:
                 self._held[load_id] = slots[:blocks]
-            else:
-                self._held.pop(load_id, None)
         self._slots.give(slots[blocks:])
 
+    def only(self, load_ids: Sequence[int]) -> None:
+        with self._lock:
+            over = [slots for load_id, slots in self._held.items() if load_id not in load_ids]
+            self._held = {load_id: slots for load_id, slots in self._held.items() if load_id in load_ids}
+        for slots in over:
+            self._slots.give(slots)
+
     def take(self, load_id: int, blocks: int) -> list[int]:
-        """The slots of a load whose turn it is; the caller gives them back.
+        """The slots of a load whose turn it is; the caller gives them back. This rank may hold more than every rank
+        does, and not have been told yet: what is over is given back here.
 
         Raises:
             EngineFailed: they are not there. The engine must not run over pages that nobody fills.
         """
         with self._lock:
             slots = self._held.pop(load_id, [])
-        if len(slots) != blocks:
+        if len(slots) < blocks:
             self._slots.give(slots)
             raise EngineFailed(f"load {load_id}: wanted {blocks} staged blocks, found {len(slots)}")
-        return slots
+        self._slots.give(slots[blocks:])
+        return slots[:blocks]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Worker:
     # Each iteration.
 
     def bind(self, meta: Meta) -> None:
-        self._meta = meta
+        self._meta = replace(meta, loads=(*self._meta.loads, *meta.loads))  # of one whose loads were never started too
         if self._saver is not None:
             if meta.forget:
                 self._saver.forget(meta.forget)

@@ -48,6 +48,9 @@ class Holds:
             self.held[load_id] = min(blocks, self.held.get(load_id, 0))
             self.kept.notify_all()
 
+    def only(self, load_ids: Sequence[int]) -> None:
+        self.live = list(load_ids)
+
     def until(self, right: Callable[[], bool]) -> None:
         with self.kept:
             assert self.kept.wait_for(right, 10)
@@ -149,9 +152,12 @@ def test_a_worker_that_went_away_comes_again(made: Any, tmp_path: Path) -> None:
     while there.stage(1, KEYS, 0.5) and time.monotonic() < deadline:
         pass
     assert there.stage(2, KEYS, 0.5) == 0
-    again = ControlWorker(str(tmp_path / "c.sock"), KEY, {**HELLO, "rank": 0}, Holds(4))
+    there.keep(1, 0)
+    fresh = Holds(4)
+    again = ControlWorker(str(tmp_path / "c.sock"), KEY, {**HELLO, "rank": 0}, fresh)
     there.wait_for_workers(10)
     assert there.stage(3, KEYS, 5.0) == 4
+    assert fresh.live == [], "it is told which loads live still: none"
     again.close()
 
 
@@ -161,6 +167,7 @@ from kvtool_trtllm.control import ControlWorker
 class Stager:
     def stage(self, load_id, keys, budget_s): return len(keys)
     def keep(self, load_id, blocks): pass
+    def only(self, load_ids): pass
 worker = ControlWorker(sys.argv[1], {key!r}, {{"layout": "L", "rank": 1}}, Stager())
 print("up", flush=True)
 sys.stdin.read()
@@ -207,7 +214,7 @@ def test_a_worker_leaves_a_scheduler_that_talks_nonsense(tmp_path: Path) -> None
         for nonsense in ({"op": "dance"}, {"op": "stage", "load": "x"}):
             with listener.accept() as connection:
                 assert unpacked(connection.recv_bytes())["rank"] == 0
-                connection.send_bytes(msgpack.packb({"welcome": True}))
+                connection.send_bytes(msgpack.packb({"live": []}))
                 connection.send_bytes(msgpack.packb(nonsense))
                 with pytest.raises((EOFError, OSError)):
                     connection.recv_bytes()

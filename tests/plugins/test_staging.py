@@ -189,12 +189,67 @@ def test_more_is_given_back_than_was_claimed(pool: EmbeddedPool, stored: int) ->
     out.turn(saves=[save(KEYS[:3], [5, 2, 9])])
     assert out.worker.drained(10) and out.stage(1, KEYS[:3]) == 3 and out.worker._staging is not None
     out.worker._staging.keep(1, 2)
+    out.worker._staging.keep(77, 2)
     assert len(out.worker.audit()) == 2
     with pytest.raises(EngineFailed, match="load 1: wanted 3 staged blocks, found 2"):
         out.turn(loads=[Load(1, 4, ((1, 2, 3),))])
     with pytest.raises(EngineFailed, match="load 1: wanted 1 staged blocks, found 0"):
         out.turn(loads=[Load(1, 4, ((1,),))])
     assert out.worker.audit() == []
+    out.close()
+
+
+def test_a_rank_that_holds_more_and_was_not_told_yet_loads_what_every_rank_holds(
+    pool: EmbeddedPool, stored: int
+) -> None:
+    """The word that less is kept comes by another way than the load, and may be late."""
+    out = Made(pool_tensor(), Kept(pool), stored=stored)
+    out.turn(saves=[save(KEYS[:3], [5, 2, 9])])
+    assert out.worker.drained(10) and out.stage(1, KEYS[:3]) == 3 and out.worker._staging is not None
+    out.turn(loads=[Load(1, 4, ((1, 3),))])
+    out.worker._staging.keep(1, 2)
+    while out.worker.get_finished([], [4] if out.iteration == 2 else [])[1] != [4]:
+        out.turn()
+    assert page(out.tensor, 1) == page(out.tensor, 5) and page(out.tensor, 3) == page(out.tensor, 2)
+    assert out.worker.audit() == [] and out.worker._staging._held == {}
+    out.close()
+
+
+def test_loads_that_the_scheduler_does_not_know_any_more_are_given_back(pool: EmbeddedPool, stored: int) -> None:
+    out = Made(pool_tensor(), Kept(pool), stored=stored)
+    out.turn(saves=[save(KEYS[:3], [5, 2, 9])])
+    assert out.worker.drained(10) and out.worker._staging is not None
+    assert [out.stage(load_id, KEYS[:2]) for load_id in (1, 2, 3)] == [2, 2, 2]
+    out.worker._staging.only([2, 9])
+    assert {owner for _, owner, _ in out.worker.audit()} == {"load 2"}
+    out.close()
+
+
+def test_loads_of_a_pass_that_never_started_are_started_with_the_next(pool: EmbeddedPool, stored: int) -> None:
+    out = Made(pool_tensor(), Kept(pool), stored=stored)
+    out.turn(saves=[save(KEYS[:1], [5])])
+    assert out.worker.drained(10) and out.stage(1, KEYS[:1]) == 1
+    out.worker.bind(Meta(2, (Load(1, 4, ((3,),)),)))
+    out.turn()
+    while out.worker.get_finished([], [4] if out.iteration == 2 else [])[1] != [4]:
+        out.turn()
+    assert page(out.tensor, 3) == page(out.tensor, 5)
+    out.close()
+
+
+def test_memory_that_layers_are_being_copied_to_comes_back_when_they_are(pool: EmbeddedPool, stored: int) -> None:
+    """A pass that failed between its layers: its gathers are queued, and nobody finishes it."""
+    hold = threading.Event()
+    out = Made(pool_tensor(), Kept(pool), stored=stored)
+    out.worker.bind(Meta(1, saves=(save(KEYS[:1], [5]),)))
+    out.worker.start_loads(out.stream)
+    out.stream.enqueue(lambda: hold.wait(20) and None)
+    out.worker.save_layer(0, out.stream)
+    out.worker.bind(Meta(2))
+    assert len(out.worker.audit()) == 1, "a late copy would write into another block's memory"
+    hold.set()
+    assert out.worker.drained(10) and out.worker.audit() == []
+    assert pool.exists([shard_key(KEYS[0], shard_count(KV.layout(), stored), 0)]) == [False]
     out.close()
 
 
