@@ -98,8 +98,8 @@ class KvtoolConnectorScheduler(_SchedulerBase):
     def request_reset(self, request: Any) -> None:
         self.substance.reset(request)
 
-    def cancel_load(self, request: Any, start: int = 0, end: int = 0) -> None:
-        self.substance.cancel_load(request)
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        self.substance.cancel_load(request, start, end)
 
     def try_abort_request(self, request_id: int, reason: str = "") -> bool:
         """A later release asks whether a request may go at once. A load may be writing to its pages: no."""

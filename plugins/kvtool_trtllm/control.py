@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -38,6 +39,9 @@ CONNECT_S = 120.0
 MESSAGE_SIZE_MAX = 64 << 20
 _POLL_S, _LOOK_S = 0.05, 0.2
 _MEET_S = 10.0
+_BLOCK_S = 0.25
+"""Longest that one write to a worker, or the rest of an answer, is waited for: one that is stopped reads nothing, and
+what is sent to it fills the socket."""
 _LIVE_MAX = 4096
 _UNIX_KEY = b"kvtool connector control: the socket's permissions are the secret"
 
@@ -238,6 +242,7 @@ class Control:
             connection.close()
             self._all_there.set()
             return
+        bound(connection, _BLOCK_S)
         with self._lock:
             live = list(self._live)
         connection.send_bytes(msgpack.packb({"live": live}))
@@ -316,6 +321,14 @@ def shut(connection: Connection[Any, Any]) -> None:
     """End it for whoever reads from it too; `close` alone does not wake a read."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.shutdown(socket.SHUT_RDWR)
+
+
+def bound(connection: Connection[Any, Any], seconds: float) -> None:
+    """Have reads and writes that get no further raise BlockingIOError after `seconds`."""
+    span = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        for side in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            own.setsockopt(socket.SOL_SOCKET, side, span)
 
 
 def unpacked(raw: bytes) -> dict[str, Any]:

@@ -8,7 +8,8 @@ neither matched nor saved.
 
 What a request has under which name differs between releases, and between the request that the C++ manager hands over
 and the Python one; here is the one place that knows. Callbacks get the salt as `cache_salt` (1.3) or as a number
-(`cache_salt_id`); the number is used wherever there is one, since it is there in all of them.
+(`cache_salt_id`); the number is used wherever there is one, since it is there in all of them. At the match under the V1
+manager only what C++ has is there, so the seed is asked for again with the allocation, before anything is saved.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TABLES = ("prompt_embedding_table", "multimodal_embedding", "prompt_embedding_t
 def seed_of(request: Any, settings: ConnectorSettings) -> bytes | None:
     """The seed of the request's chain; None where token ids and digests do not tell its KV."""
     images = getattr(request, "multimodal_hashes", None)
-    if any(getattr(request, name, None) is not None for name in _TABLES) and not images:
+    if not images and (any(getattr(request, name, None) is not None for name in _TABLES) or _pictured(request)):
         return None
     salt_id, salt = getattr(request, "cache_salt_id", None), getattr(request, "cache_salt", None)
     lora = first_of(request, "lora_task_id", "py_lora_task_id")
@@ -56,8 +57,22 @@ def first_of(request: Any, *names: str) -> Any:
     return None
 
 
+def generation_only(request: Any) -> bool:
+    """A property of the C++ request, a method of the Python one."""
+    value = getattr(request, "is_generation_only_request", False)
+    return bool(value() if callable(value) else value)
+
+
 def request_id_of(request: Any) -> int:
     return int(first_of(request, "request_id", "py_request_id"))
+
+
+def _pictured(request: Any) -> bool:
+    """Whether it has images or the like whose content its tokens do not tell: the PyTorch backend carries them beside
+    the request, and goes on without digests where it cannot make them. Rotary positions alone follow from the
+    tokens."""
+    found = getattr(request, "py_multimodal_data", None)
+    return bool(set(found) - {"mrope_config"} if isinstance(found, dict) else found)
 
 
 def _digest(image: Any) -> str:

@@ -86,6 +86,11 @@ def _cache(llm_args: Any, settings: ConnectorSettings) -> list[str]:
             "kv_cache_config.enable_partial_reuse: found true; a block that is reused in part cannot be loaded as a "
             "whole, set false"
         )
+    if value_of(cache, "enable_block_reuse") is False and settings.pool_state is not None:
+        faults.append(
+            "kv_cache_config.enable_block_reuse: found false; TensorRT-LLM then takes none of the tokens that a "
+            "connector has blocks for, set true"
+        )
     windows = value_of(cache, "max_attention_window")
     if windows and len(set(windows)) > 1 and value_of(cache, "use_kv_cache_manager_v2") is not True:
         faults.append(

@@ -3,8 +3,9 @@
 A request appears whole once and by deltas from then on, so its tokens and pages are kept here by its id. A preempted
 one comes again under the same id, as if new: its books are opened anew. Blocks are counted from the prompt's start.
 
-`computed_position` of a request that was matched leaves the matched tokens out in some calls and has them in others, so
-what is computed is taken as the larger of it and of what the claim says.
+`computed_position` leaves the matched tokens out in a request's first pass where its load joins that pass, and has them
+everywhere else. An engine may take less than was claimed, or nothing, so what is computed is never taken from the claim
+alone: a block that is saved before it is computed would be served to others with a checksum that fits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Claim:
     """Given back since nobody allocated for it; must be staged again before it is used."""
     pages: Pages | None = None
     """Where they go; set by the allocation."""
+    skip: int = 0
+    """Leading blocks that the engine has by itself now: staged, and written nowhere."""
 
 
 @dataclass
@@ -39,8 +42,12 @@ class Known:
     seed: bytes | None
     prompt_tokens: int
     saved: int = 0
-    start_tokens: int = 0
-    """Tokens that were there before the first pass: reused by the engine, and claimed."""
+    reused: int = 0
+    """Tokens that the engine had before the first pass."""
+    matched: int = 0
+    """Tokens claimed behind those, less what the engine said it will not take."""
+    joins: bool = False
+    """The load joins the first pass, whose position leaves `matched` out. Until that pass."""
     tokens: list[int] = field(default_factory=list)
     pages: list[list[int]] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
@@ -77,9 +84,6 @@ class Requests:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._known
 
-    def get(self, request_id: int) -> Known | None:
-        return self._known.get(request_id)
-
     def claimable(self, prompt_tokens: int, computed: int) -> range:
         """Blocks that may be claimed: whole ones behind what is computed, and one token is left to compute. None where
         the engine reused a part of a block: its page is being filled already."""
@@ -98,9 +102,51 @@ class Requests:
     ) -> None:
         """Open its books; those of an earlier life are closed (see `ended` for its claim)."""
         claimed = claim.count if claim else 0
-        first = -(-computed // self.block_tokens)
-        start = computed + claimed * self.block_tokens
-        self._known[request_id] = Known(seed, prompt_tokens, first + claimed, start, claim=claim, heard_s=now_s)
+        self._known[request_id] = Known(
+            seed,
+            prompt_tokens,
+            saved=-(-computed // self.block_tokens) + claimed,
+            reused=computed,
+            matched=claimed * self.block_tokens,
+            joins=claim is not None and claim.layerwise,
+            claim=claim,
+            heard_s=now_s,
+        )
+
+    def unknowable(self, request_id: int) -> None:
+        """Its tokens do not tell its KV after all: nothing of it is saved."""
+        known = self._known.get(request_id)
+        if known is not None:
+            known.seed = None
+
+    def untaken(self, request_id: int, start: int, end: int | None) -> tuple[Claim, int] | None:
+        """The engine will not take prompt tokens [start, end) of what was claimed, `end` None: nor any behind.
+
+        The claim and how many of its blocks are still wanted, where some are not. A range inside the claim leaves it
+        whole: what lies behind is taken, and loads fill a claim from its start.
+        """
+        known = self._known.get(request_id)
+        if known is None:
+            return None
+        begin, stop, claim = known.reused, known.reused + known.matched, known.claim
+        if start < stop and (end is None or end >= stop):
+            known.matched = max(0, start - begin)
+        elif start <= begin and end is not None and end > begin:
+            known.reused, known.matched = end, stop - end
+        else:
+            return None
+        if claim is None:
+            return None
+        taken = -(-(known.reused + known.matched) // self.block_tokens) - claim.first
+        claim.skip = max(claim.skip, known.reused // self.block_tokens - claim.first)
+        if not known.matched:
+            known.claim = None
+            return claim, 0
+        if taken == claim.count:
+            return None
+        claim.count, claim.keys = taken, claim.keys[:taken]
+        claim.pages = claim.pages and tuple(group[:taken] for group in claim.pages)
+        return claim, taken
 
     def allocated(self, request_id: int, pages: Sequence[Sequence[int]]) -> Claim | None:
         """Bind a claim to its pages; the claim, if there was one. Its `pages` stay None where too few were given."""
@@ -120,6 +166,7 @@ class Requests:
             claim = known.claim
             if claim is not None and claim.pages is not None:
                 known.claim, known.loading = None, True
+                claim.pages = tuple((-1,) * claim.skip + group[claim.skip :] for group in claim.pages)
                 found.append((request_id, claim))
         return found
 
@@ -130,13 +177,16 @@ class Requests:
             known = self._known[step.request_id] = Known(None, len(step.tokens))
         if new:
             known.tokens, known.pages, known.keys = [], [], []
+        elif not known.tokens:  # deltas to what an earlier life was told: from which token on is not known
+            known.seed = None
         known.loading, known.heard_s = False, now_s
         known.tokens.extend(step.tokens)
         if not known.pages:
             known.pages = [[] for _ in step.pages]
         for pages, more in zip(known.pages, step.pages, strict=True):
             pages.extend(more)
-        position = max(step.position, known.start_tokens)
+        position = step.position + (known.matched if known.joins else 0)
+        known.joins = False
         return self._whole(step.request_id, known, position + (step.scheduled or 0))
 
     def _whole(self, request_id: int, known: Known, computed: int) -> Save | None:

@@ -17,7 +17,7 @@ from kvtool import __version__
 from kvtool.engine.trtllm.connector import ConnectorSettings
 from kvtool.errors import EngineFailed
 from kvtool.kv.block import BlockKey
-from kvtool_trtllm.keys import first_of, keys_of, request_id_of, seed_of
+from kvtool_trtllm.keys import first_of, generation_only, keys_of, request_id_of, seed_of
 from kvtool_trtllm.meta import Load, Meta
 from kvtool_trtllm.requests import Claim, Known, Requests, Step
 
@@ -85,7 +85,7 @@ class Scheduler:
             if before is not None:
                 self._drop(request_id, before)
             self.counts["requests"] += 1
-            if getattr(request, "is_generation_only_request", False) is True:
+            if generation_only(request):
                 return 0, False
             seed = seed_of(request, self._settings)
             claim = self._claim(seed, tokens, computed, layerwise) if seed is not None else None
@@ -117,6 +117,8 @@ class Scheduler:
         """
         request_id = request_id_of(request)
         with self._lock:
+            if seed_of(request, self._settings) is None:  # matched as C++ has it, which lacks what Python adds
+                self._requests.unknowable(request_id)
             claim = self._requests.allocated(request_id, pages)
             if claim is None:
                 return
@@ -182,12 +184,13 @@ class Scheduler:
                 self._drop(request_id, known)
                 self._forget.append(request_id)
 
-    def cancel_load(self, request: Any) -> None:
-        """What was claimed is not wanted any more. A load that the workers have goes on to its end."""
+    def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
+        """The engine will not take prompt tokens [start, end) from the pool, and computes them if it still runs the
+        request; what lies before or behind is still to be filled. A load that the workers have goes on to its end."""
         with self._lock:
-            known = self._requests.get(request_id_of(request))
-            if known is not None:
-                self._drop(request_id_of(request), known)
+            untaken = self._requests.untaken(request_id_of(request), start, end)
+            if untaken is not None and not untaken[0].expired:
+                self._control.keep(untaken[0].load_id, untaken[1])
 
     def _drop(self, request_id: int, known: Known) -> None:
         claim, known.claim = known.claim, None

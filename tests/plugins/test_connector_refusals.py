@@ -56,6 +56,13 @@ def test_what_cannot_be_served_is_refused_by_name(made: Any, said: str, version:
         check_engine(made, SETTINGS, can(version))
 
 
+def test_a_pool_without_reuse_is_refused_since_nothing_of_it_would_be_taken() -> None:
+    without = engine({"enable_block_reuse": False})
+    check_engine(without, SETTINGS, can("1.2.1"))
+    with pytest.raises(EngineRefused, match="enable_block_reuse: found false"):
+        check_engine(without, SETTINGS.model_copy(update={"pool_state": "pool.json"}), can("1.2.1"))
+
+
 def test_every_fault_is_listed_at_once() -> None:
     made = engine({"enable_partial_reuse": True}, pipeline_parallel_size=2, max_beam_width=2)
     with pytest.raises(EngineRefused) as caught:

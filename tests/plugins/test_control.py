@@ -161,6 +161,15 @@ def test_a_worker_that_went_away_comes_again(made: Any, tmp_path: Path) -> None:
     again.close()
 
 
+def test_of_many_loads_the_newest_are_told(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_LIVE_MAX", 2)
+    there, _ = made(Holds(3))
+    assert [there.stage(load, KEYS, 5.0) for load in (1, 2, 3)] == [3, 3, 3]
+    with Client(str(tmp_path / "c.sock"), authkey=KEY) as again:
+        again.send_bytes(msgpack.packb({**HELLO, "rank": 0}))
+        assert unpacked(again.recv_bytes()) == {"live": [2, 3]}
+
+
 WORKER = """
 import sys, time
 from kvtool_trtllm.control import ControlWorker
@@ -186,12 +195,55 @@ def test_a_killed_or_hung_process_costs_one_budget_at_most(tmp_path: Path, signa
         there.wait_for_workers(30)
         assert there.stage(1, KEYS, 10.0) == 5
         os.kill(other.pid, signal_)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
         began_s = time.monotonic()
         assert there.stage(2, KEYS, 0.5) == 0
         assert time.monotonic() - began_s < 5
         if signal_ is signal.SIGSTOP:
             os.kill(other.pid, signal.SIGCONT)
             assert there.stage(3, KEYS, 10.0) == 5
+    finally:
+        other.kill()
+        other.communicate()
+        own.close()
+        there.close()
+
+
+def test_half_an_answer_costs_no_more_than_none(tmp_path: Path) -> None:
+    there = Control(str(tmp_path / "c.sock"), KEY, 1, HELLO)
+    with Client(str(tmp_path / "c.sock"), authkey=KEY) as half:
+        half.send_bytes(msgpack.packb({**HELLO, "rank": 0}))
+        half.recv_bytes()
+        there.wait_for_workers(10)
+        os.write(half.fileno(), (9).to_bytes(4, "big"))
+        held: list[int] = []
+        asked = threading.Thread(target=lambda: held.append(there.stage(1, KEYS, 5.0)), daemon=True)
+        asked.start()
+        asked.join(10)
+        assert held == [0] and not there.ready
+    there.close()
+
+
+@pytest.mark.real
+def test_a_process_that_reads_nothing_never_blocks_the_engine(tmp_path: Path) -> None:
+    """Keys of long prompts fill its socket: it is given up then, and meets the scheduler again when it goes on."""
+    address, keys = str(tmp_path / "c.sock"), [bytes(32)] * 4096
+    there = Control(address, KEY, 2, HELLO)
+    own = ControlWorker(address, KEY, {**HELLO, "rank": 0}, Holds(5))
+    script = WORKER.format(key=KEY)
+    other = subprocess.Popen([sys.executable, "-c", script, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        there.wait_for_workers(30)
+        os.kill(other.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        asked = threading.Thread(target=lambda: [there.stage(load, keys, 0.05) for load in range(20)], daemon=True)
+        asked.start()
+        asked.join(15)
+        assert not asked.is_alive(), "a write to it waits for ever"
+        assert not there.ready
+        os.kill(other.pid, signal.SIGCONT)
+        there.wait_for_workers(30)
+        assert there.stage(99, keys, 10.0) == 5
     finally:
         other.kill()
         other.communicate()

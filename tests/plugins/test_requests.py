@@ -104,6 +104,73 @@ def test_a_block_without_a_page_is_counted_and_not_saved() -> None:
     assert books.step(step(2, list(range(4)), [], 0, 4), new=True) is None
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_an_engine_that_takes_nothing_of_a_claim_has_nothing_saved_before_it_is_computed(joins: bool) -> None:
+    """Its position is then the claim's tokens below what it has (the load joins), or what it has (beside the batch)."""
+    books = Requests(SIZE)
+    books.admitted(1, SEED, 20, 0, Claim(1, 0, 2, joins, 0.0))
+    save = books.step(step(1, list(range(20)), [3, 4, 5, 6, 7], -8 if joins else 0, 8), new=True)
+    assert saved(save) == []
+    assert saved(books.step(step(1, [], [], 8, 12), new=False)) == [5, 6, 7]
+
+
+def test_deltas_to_what_an_earlier_life_was_told_are_not_saved() -> None:
+    books = Requests(SIZE)
+    books.admitted(1, SEED, 8, 0, None)
+    assert books.step(step(1, list(range(4)), [3], 4, 4), new=False) is None
+    assert books.step(step(1, list(range(4)), [4], 8, 4), new=False) is None
+
+
+@pytest.mark.parametrize(
+    ("ranges", "pages", "told"),
+    [
+        ([(8, 20)], [11], (9, 1)),
+        ([(6, 20)], [11], (9, 1)),
+        ([(5, 99), (5, 99)], [11], (9, 1)),
+        ([(4, 16)], None, (9, 0)),
+        ([(0, None)], None, (9, 0)),
+        ([(4, 8)], [-1, 12, 13], None),
+        ([(4, 8), (12, 16)], [-1, 12], (9, 2)),
+        ([(4, 8), (8, 12)], [-1, -1, 13], None),
+        ([(4, 8), (7, 16)], None, (9, 0)),
+        ([(4, 5)], [11, 12, 13], None),
+        ([(15, 16)], [11, 12, 13], None),
+        ([(8, 12)], [11, 12, 13], None),
+        ([(16, 20)], [11, 12, 13], None),
+    ],
+)
+@pytest.mark.parametrize("bound", [False, True])
+def test_what_an_engine_will_not_take_of_a_claim_is_given_back_and_the_rest_still_comes(
+    ranges: list[tuple[int, int | None]], pages: list[int] | None, told: tuple[int, int] | None, bound: bool
+) -> None:
+    """Tokens [4, 16) are claimed, and blocks 0 to 4 have pages 10 to 14."""
+    books = Requests(SIZE)
+    books.admitted(1, SEED, 20, 4, Claim(9, 1, 3, False, 0.0, keys=(b"a", b"b", b"c")))
+    if bound:
+        books.allocated(1, [[10, 11, 12, 13, 14]])
+    answers = [books.untaken(1, start, end) for start, end in ranges]
+    given = [(claim.load_id, blocks) for claim, blocks in filter(None, answers)]
+    assert given == ([told] if told else [])
+    if not bound:
+        books.allocated(1, [[10, 11, 12, 13, 14]])
+    loads = books.loads()
+    assert [list(claim.pages[0]) for _, claim in loads if claim.pages] == ([pages] if pages else [])
+    assert all(len(claim.keys) == claim.count for _, claim in loads)
+
+
+def test_after_a_part_is_not_taken_positions_are_right_again() -> None:
+    books = Requests(SIZE)
+    books.admitted(1, SEED, 20, 0, Claim(9, 0, 3, True, 0.0))
+    books.untaken(1, 6, 20)
+    books.allocated(1, [[1, 2, 3, 4, 5]])
+    assert [claim.pages for _, claim in books.loads()] == [((1, 2),)]
+    assert saved(books.step(step(1, list(range(20)), [1, 2, 3, 4, 5], 0, 5), new=True)) == [], "11 tokens of 12"
+    assert saved(books.step(step(1, [], [], 11, 4), new=False)) == [], "15 of 16"
+    assert saved(books.step(step(1, [], [], 15, 5), new=False)) == [4, 5]
+    assert books.untaken(1, 0, 20) is None, "the workers have it"
+    assert books.untaken(2, 0, 20) is None
+
+
 def test_one_that_was_preempted_comes_again_as_if_new() -> None:
     books = Requests(SIZE)
     books.admitted(1, SEED, 6, 0, None)

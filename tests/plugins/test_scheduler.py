@@ -90,12 +90,49 @@ def test_layerwise_loads_join_the_batch() -> None:
         request(1, is_generation_only_request=True),
         request(1, lora_task_id=3),
         request(1, prompt_embedding_table=[1]),
+        request(1, is_generation_only_request=lambda: True),
+        request(1, py_multimodal_data={"image": 1}),
+        request(1, py_multimodal_data=[1]),
     ],
-    ids=["too short", "generation only", "an adapter without a digest", "a prompt table"],
+    ids=["too short", "generation only", "no digest of an adapter", "a prompt table", "a method", "images", "a list"],
 )
 def test_nothing_is_claimed_where_nothing_can_be_known(asked: Any) -> None:
     made = Made()
     assert made.scheduler.match(asked, 0) == (0, False) and made.ranks.staged == []
+
+
+@pytest.mark.parametrize("plain", [{}, {"mrope_config": 1}, None])
+def test_rotary_positions_alone_follow_from_the_tokens(plain: Any) -> None:
+    assert Made().scheduler.match(request(1, py_multimodal_data=plain), 0) == (12, True)
+
+
+def test_images_that_are_seen_only_after_the_match_are_not_saved() -> None:
+    """The V1 manager matches with the C++ request, which has no images; the Python one comes with the allocation."""
+    made = Made(blocks=0)
+    for number, more in ((1, {"py_multimodal_data": {"image": 1}}), (2, {})):
+        made.scheduler.match(request(number, tokens=8), 0)
+        made.scheduler.allocated(request(number, tokens=8, **more), [[3, 4]])
+    made.scheduler.allocated(request(3, py_multimodal_data={"image": 1}), [[5]])
+    meta = made.scheduler.build([data(number, list(range(8)), [3, 4], 0) for number in (1, 2)], [])
+    assert [save.request_id for save in meta.saves] == [2]
+
+
+def test_a_claim_that_is_taken_in_part_is_loaded_in_part() -> None:
+    made = Made()
+    made.scheduler.match(request(1), 0)
+    made.scheduler.cancel_load(request(1), 4, 13)
+    assert made.ranks.kept == [(1, 1)]
+    made.scheduler.allocated(request(1), [[5, 6, 7, 8]])
+    assert made.scheduler.build([], []).loads == (Load(1, 1, ((5,),)),)
+
+
+def test_a_lapsed_claim_that_is_not_taken_is_given_back_once() -> None:
+    made = Made()
+    made.scheduler.match(request(1), 0)
+    made.now_s += CLAIM_TERM_S
+    made.scheduler.expire()
+    made.scheduler.cancel_load(request(1), 0, 13)
+    assert made.ranks.kept == [(1, 0)]
 
 
 def test_what_no_rank_holds_is_no_claim_and_never_zero_beside_the_batch() -> None:
