@@ -8,7 +8,7 @@ import os
 import pytest
 from chaos import wreak
 
-SECONDS = float(os.environ.get("KVTOOL_CHAOS_S", "40"))
+SECONDS = float(os.environ.get("KVTOOL_CHAOS_S", "25"))
 
 
 @pytest.mark.real
