@@ -24,6 +24,7 @@ BELOW = {
     "serve": {"pool", "engine", "conductor", "transfer", "kv"},
     "config": set(),
     "triton": {"config", "serve", "pool", "engine", "conductor", "transfer", "kv"},
+    "batch": {"config", "triton", "serve", "pool", "engine", "kv"},
     "doctor": {"config", "engine", "pool", "transfer", "triton", "kv"},
     "sim": {"config", "pool", "transfer", "kv"},
     "measure": {"config", "triton", "serve", "pool", "engine", "transfer", "kv"},

@@ -33,6 +33,7 @@ COMMANDS = {
     "pool": Entry("kvtool.cli.pool:app", "Start, watch and stop a KV pool of its own."),
     "generate": Entry("kvtool.cli.generate:generate", "Send one prompt and stream the answer."),
     "chat": Entry("kvtool.cli.chat:chat", "Talk to a deployment, turn by turn."),
+    "batch": Entry("kvtool.cli.batch:app", "Run a file of requests, each answered once."),
     "sim": Entry("kvtool.cli.sim:SimGroup", "Try the rules that production runs, on traces and on troubles."),
     "bench": Entry("kvtool.cli.bench:BenchGroup", "Measure, side by side, with percentiles."),
 }

@@ -11,6 +11,7 @@ What happens after the last token, for the conversation's next turn, is in `serv
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvtool.serve.gate import Mean
 from kvtool.serve.handoff import Handoff
 from kvtool.serve.keys import PromptKeys, prompt_keys
 from kvtool.serve.options import DecodeOptions
+from kvtool.serve.put import Staged
 from kvtool.serve.request import Event, Finish, OnEvent, Request, Usage
 from kvtool.serve.text import Decoder, Step, TextStream
 from kvtool.serve.turns import Share, admission_order, next_chunk
@@ -46,6 +48,8 @@ class _Job(FinishedJob):
     ) -> None:
         super().__init__(request, keys, now_s)
         self.on_event, self.handoff, self.text = on_event, handoff, text
+        self.on_prompt_put: Callable[[], None] | None = None
+        self.prompt_from: int | None = None  # the next block of the prompt to stage; None: nothing (more) to stage
         self.stage = "waiting"
         self.end = len(request.tokens) - 1  # [0, end) must be there before the first step
         self.generated: list[int] = []
@@ -85,8 +89,17 @@ class DecodeWorker(BacklogWorker[_Job]):
         super().__init__(engine, pool, namespace, self._options, clock=clock, close_pool=close_pool)
         self._thread.start()
 
-    def submit(self, request: Request, on_event: OnEvent, handoff: Handoff | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        on_event: OnEvent,
+        handoff: Handoff | None = None,
+        on_prompt_put: Callable[[], None] | None = None,
+    ) -> None:
         """Take a request; `handoff` is what prefill returned, None where the prompt was not prefilled elsewhere.
+
+        `on_prompt_put`, with `put_prompts`: called once, from any thread of the worker, when the blocks of the prompt
+        are in the pool or dropped; not where the request ends before that.
 
         Never raises for the request's faults: `on_event` gets its one, final event, then from within this call.
         """
@@ -98,7 +111,9 @@ class DecodeWorker(BacklogWorker[_Job]):
 
         def make(now_s: float) -> _Job:
             keys = prompt_keys(request, self._engine, self._namespace)
-            return _Job(request, on_event, handoff, keys, TextStream(self._tokenizer, request.stop), now_s)
+            job = _Job(request, on_event, handoff, keys, TextStream(self._tokenizer, request.stop), now_s)
+            job.on_prompt_put = on_prompt_put
+            return job
 
         try:
             self._accept(request, make, check)
@@ -118,6 +133,8 @@ class DecodeWorker(BacklogWorker[_Job]):
         self._advance_all(jobs, now_s)
         self._admit(jobs, now_s)
         running = [job for job in jobs if job.stage == "running"]
+        for job in running:
+            self._put_prompt(job)
         if running:
             self._step(running)
         else:
@@ -209,6 +226,28 @@ class DecodeWorker(BacklogWorker[_Job]):
         job.usage.computed_tokens = len(job.request.tokens) - hits
         job.usage.seconds["join"] = now_s - job.arrived_at_s
         job.stage = "running"
+        if self._options.put_prompts and self._putter is not None and job.request.publish:
+            job.prompt_from = job.pulled_blocks
+        elif job.on_prompt_put is not None:
+            self._call(f"on_prompt_put request={job.id}", job.on_prompt_put)
+
+    def _put_prompt(self, job: _Job) -> None:
+        """Stage what there is room for of the prompt's blocks. What prefill made before the first step is canonical."""
+        if job.prompt_from is None or job.sequence is None or self._putter is None:
+            return
+        keys, start = job.keys.keys, job.prompt_from
+        end = min(len(keys), job.at // self._block_tokens, start + self._putter.room)
+        last = end >= min(len(keys), job.at // self._block_tokens)
+        batch = Staged(job.id, self._clock.now_s())
+        for index in range(start, end):
+            self._putter.stage(batch, job.sequence, index, keys[index], job.keys.parent(index))
+        job.prompt_from = None if last else end
+        done = job.on_prompt_put if last else None
+        if batch.puts:
+            self._count("prompt_blocks_put", len(batch.puts))
+            self._putter.send(batch, lambda batch: done() if done else None)
+        elif done:
+            self._call(f"on_prompt_put request={job.id}", done)
 
     def _step(self, running: list[_Job]) -> None:
         began_s = time.perf_counter()

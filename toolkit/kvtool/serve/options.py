@@ -54,8 +54,9 @@ class DecodeOptions:
     this worker computes itself. `chunk_tokens`: prompt tokens recomputed between two decode steps, and
     `recompute_share` of the engine's time that may go into it while a batch runs; `canonicalise_share` likewise for
     finished requests, whose generated blocks go to the pool for the conversation's next turn, `tidy_tokens` at a time:
-    a new request waits no longer than that takes. `backlog_max`: finished requests that may wait for that; the oldest
-    are dropped beyond it, and whenever their memory is wanted."""
+    a new request waits no longer than that takes. `put_prompts`: whole blocks of prompts that this worker computed go
+    to the pool as soon as they are there, for where no prefill worker does that. `backlog_max`: finished requests that
+    may wait for that; the oldest are dropped beyond it, and whenever their memory is wanted."""
 
     threads: int = 1
     prompt_threads: int = 2
@@ -65,6 +66,7 @@ class DecodeOptions:
     chunk_tokens: int = 128
     recompute_share: float = 0.5
     canonicalise: bool = True
+    put_prompts: bool = False
     canonicalise_share: float = 0.1
     tidy_tokens: int = 32
     backlog_max: int = 16

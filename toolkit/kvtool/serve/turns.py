@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
+BATCH_PRIORITY = 0
+"""Of requests that nobody waits for: batch jobs."""
+
 
 class Waiting(Protocol):
     priority: int

@@ -63,6 +63,19 @@ def front_url(run_dir: Path) -> str:
     raise Unavailable(f"the deployment in {run_dir} is {state.get('phase')}; its front has no address yet")
 
 
+def engine_of(run_dir: Path) -> Path:
+    """The engine directory of the deployment in `run_dir`.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    path = run_dir / "spec.json"
+    try:
+        return Path(json.loads(path.read_text(encoding="utf-8"))["engine"])
+    except (OSError, ValueError, KeyError):
+        raise Unavailable(f"no deployment in {run_dir}; start one with: kvtool deploy up SPEC") from None
+
+
 def make_run_dir(run_dir: Path) -> None:
     """Create `run_dir`, for the user alone. Raises Refused: it belongs to somebody else."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

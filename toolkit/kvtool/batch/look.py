@@ -1,0 +1,138 @@
+"""What a person sees of a job: its plan, how far it is, what came of it. Plain values; whoever prints is elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from kvtool.batch.job import INDEX, JOURNAL, is_worked_on, read_job, read_progress
+from kvtool.batch.journal import Journal
+from kvtool.batch.results import write_results
+from kvtool.batch.run import Counts
+from kvtool.batch.store import Store
+from kvtool.batch.submit import Made
+from kvtool.batch.work import Worked
+
+
+def plan_fields(made: Made) -> dict[str, Any]:
+    plan = made.plan
+    return {
+        "requests": plan.requests,
+        "rejected_lines": made.told.rejected,
+        "prompt_tokens": plan.tokens_in,
+        "reused_tokens": plan.reused,
+        "output_tokens_max": plan.tokens_out_max,
+        "prefix_groups": plan.trees,
+        "estimate_s": made.estimate_s,
+    }
+
+
+def plan_rows(made: Made) -> list[tuple[str, str]]:
+    plan = made.plan
+    share = plan.reused / plan.tokens_in if plan.tokens_in else 0.0
+    rows = [
+        ("requests", f"{plan.requests}, and {made.told.rejected} lines that are none"),
+        ("prompt tokens", f"{plan.tokens_in}"),
+        ("of these reused", f"{plan.reused} ({share:.0%}), in {plan.trees} groups that begin alike"),
+        ("tokens to generate", f"at most {plan.tokens_out_max}"),
+    ]
+    if made.estimate_s is not None:
+        rows.append(("estimated time", f"at most {duration(made.estimate_s)}"))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {whole % 60:02} s" if minutes else f"{max(seconds, 0):.1f} s"
+
+
+def eta_s(counts: Counts) -> float | None:
+    """Of what is left, at the pace of this run."""
+    if not counts.run_done or counts.run_seconds <= 0:
+        return None
+    return (counts.requests - counts.over) * counts.run_seconds / counts.run_done
+
+
+def rates(counts: Counts) -> str:
+    """One line beside a progress bar."""
+    said = [f"{counts.run_done / counts.run_seconds:.1f} requests/s" if counts.run_seconds > 0 else "starting"]
+    said.append(f"hit {counts.hit_ratio:.0%}")
+    left_s = eta_s(counts)
+    if left_s is not None:
+        said.append(f"{duration(left_s)} left")
+    if counts.failed:
+        said.append(f"{counts.failed} failed")
+    return ", ".join(said)
+
+
+def summary(worked: Worked) -> dict[str, Any]:
+    counts = worked.counts
+    hits = sum(counts.hit_tokens.values())
+    return {
+        "answered": counts.done,
+        "failed": counts.failed,
+        "left": counts.requests - counts.over,
+        "retries": counts.retries,
+        "seconds": round(counts.seconds, 2),
+        "prompt_tokens": counts.tokens_in,
+        "reused_tokens": hits,
+        "hit_ratio": round(counts.hit_ratio, 4),
+        "reused_by_tier": dict(counts.hit_tokens),
+        "computed_tokens": counts.tokens_in - hits,
+        "generated_tokens": counts.tokens_out,
+        "output": str(worked.output),
+        "lines_without_answer": worked.failed,
+    }
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """How far a job is.
+
+    Raises:
+        Refused: no job there.
+    """
+    told, progress = read_job(folder), read_progress(folder)
+    running = is_worked_on(folder)
+    counts = Counts(**{name: value for name, value in progress.items() if name != "at_s"}) if progress else Counts()
+    over = counts.over == told.requests
+    return {
+        "job": str(folder),
+        "state": "running" if running else "done" if over else "stopped",
+        "requests": told.requests,
+        "answered": counts.done,
+        "failed": counts.failed,
+        "running": counts.running if running else 0,
+        "rejected_lines": told.rejected,
+        "requests_s": round(counts.run_done / counts.run_seconds, 3) if counts.run_seconds else None,
+        "hit_ratio": round(counts.hit_ratio, 4),
+        "generated_tokens": counts.tokens_out,
+        "seconds": round(counts.seconds, 1),
+        "left_s": round(left_s, 1) if running and (left_s := eta_s(counts)) is not None else None,
+        "told_s_ago": round(time.time() - progress["at_s"], 1) if progress else None,
+        "where": told.where,
+        "output": told.output,
+    }
+
+
+def write_so_far(folder: Path, output: Path | None) -> Worked:
+    """Results from the journal as it is now.
+
+    Raises:
+        Refused: no job there.
+        Unavailable: the results cannot be written.
+    """
+    told, target = read_job(folder), output or Path(read_job(folder).output)
+    counts = Counts(requests=told.requests)
+    with (
+        contextlib.closing(Store(folder / INDEX)) as store,
+        contextlib.closing(Journal.reading(folder / JOURNAL, told.requests)) as journal,
+    ):
+        answered, failed = write_results(told, folder, store, journal, target)
+        for record in journal.records():
+            counts.add(record)
+    return Worked(counts, "", answered, failed, target)
