@@ -27,7 +27,7 @@ BELOW = {
     "batch": {"config", "triton", "serve", "pool", "engine", "kv"},
     "doctor": {"config", "engine", "pool", "transfer", "triton", "kv"},
     "sim": {"config", "pool", "transfer", "kv"},
-    "measure": {"config", "triton", "serve", "pool", "engine", "transfer", "kv"},
+    "measure": {"config", "batch", "triton", "serve", "pool", "engine", "transfer", "kv"},
 }
 EVERYWHERE = {"errors", "clock", "units", "assets", "__version__"}
 DOORS = {

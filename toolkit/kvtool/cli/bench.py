@@ -14,5 +14,6 @@ class BenchGroup(LazyGroup):
         "serve": Entry("kvtool.cli.bench_serve:serve", "A deployment against one process: TTFT, TBT, overheads."),
         "engine": Entry("kvtool.cli.bench_engine:engine", "One engine in one process: prefill and decode speed."),
         "transfer": Entry("kvtool.cli.bench_transfer:transfer", "How fast blocks move, by path and size."),
+        "batch": Entry("kvtool.cli.bench_batch:batch", "A job by prefix, beside the order of arrival."),
         "files": Entry("kvtool.cli.bench_files:files", "A pool larger than its memory, beside raw disk I/O."),
     }
