@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 from made import Bytes, Echo, answer, make_job, prompts, write_input
 
 from kvtool.batch.job import CANCEL, INDEX, JOURNAL, read_progress
-from kvtool.batch.journal import Journal
+from kvtool.batch.journal import Journal, RealFiles
 from kvtool.batch.results import errors_path, write_results
 from kvtool.batch.rules import Limits
 from kvtool.batch.run import Runner
@@ -34,11 +34,13 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def run(folder: Path, target: Echo, limits: Limits = LIMITS, **options: Any) -> tuple[str, Runner]:
+def run(
+    folder: Path, target: Echo, limits: Limits = LIMITS, files: RealFiles | None = None, **options: Any
+) -> tuple[str, Runner]:
     told = json.loads((folder / "job.json").read_text())
     with (
         closing(Store(folder / INDEX)) as store,
-        closing(Journal(folder / JOURNAL, told["requests"])) as journal,
+        closing(Journal(folder / JOURNAL, told["requests"], files)) as journal,
         Path(told["source"]).open("rb") as source,
     ):
         runner = Runner(
@@ -81,7 +83,7 @@ def test_those_that_begin_alike_run_one_after_the_other(job: Path) -> None:
     target = Echo(slots=1)
     run(job, target)
     heads = [prompts(COUNT)[number][:12] for number in target.started]
-    assert sum(one != other for one, other in zip(heads, heads[1:], strict=False)) < len(set(heads))
+    assert sum(one != other for one, other in itertools.pairwise(heads)) < len(set(heads))
 
 
 def test_what_fails_for_a_passing_reason_is_tried_again(job: Path) -> None:
@@ -172,71 +174,70 @@ def test_a_changed_input_is_an_error_of_that_request(job: Path) -> None:
     assert failed["custom_id"] == "r9" and "was changed while the job ran" in failed["error"]["message"]
 
 
-KILLED = """
-import sys
-sys.path[:0] = {paths!r}
-import os, signal
-from pathlib import Path
-from kvtool.batch import journal
-from test_run import run
-from made import Echo
-at, calls = int(sys.argv[2]), 0
-class Killing(journal.RealFiles):
-    def _step(self):
-        global calls
-        calls += 1
-        if calls - 1 == at: os.kill(os.getpid(), signal.SIGKILL)
-    def append(self, handle, data, at):
+class Killing(RealFiles):
+    """Kills its process at its `at`-th step: within a write, before a sync, after it."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.steps = at, 0
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.steps - 1 == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def append(self, handle: int, data: bytes, at: int) -> int:
         done = super().append(handle, data[: max(1, len(data) // 2)], at)
         self._step()
         return done
-    def sync(self, handle):
-        self._step(); super().sync(handle); self._step()
-journal.RealFiles = Killing
-print("ready", flush=True)
-why, _ = run(Path(sys.argv[1]), Echo(pause_s=float(sys.argv[3])))
-print("done", why, calls, flush=True)
-"""
+
+    def sync(self, handle: int) -> None:
+        self._step()
+        super().sync(handle)
+        self._step()
 
 
-def killed(job: Path, at: int, pause_s: float = 0.0, after_s: float | None = None) -> str:
-    """Work on the job in a process that kills itself at its `at`-th step of the journal, or is killed after a while."""
-    script = KILLED.format(paths=[str(Path(__file__).parent)])
-    command = [sys.executable, "-c", script, str(job), str(at), str(pause_s)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    if after_s is not None:
-        time.sleep(after_s)
-        process.send_signal(signal.SIGKILL)
-    said = process.communicate(timeout=60)[0]
-    assert said or process.returncode == -signal.SIGKILL
-    return said
+def worked(job: Path, at: int, pause_s: float = 0.0, killed_after_s: float | None = None) -> bool:
+    """Work on the job in a process of its own; whether that came to its end. It kills itself at step `at`, or is
+    killed after a while."""
+    child = os.fork()
+    if child == 0:
+        try:
+            why, _ = run(job, Echo(pause_s=pause_s), files=Killing(at))
+            os._exit(0 if why == "" else 3)
+        finally:
+            os._exit(4)
+    if killed_after_s is not None:
+        time.sleep(killed_after_s)  # the moment of the kill: what is tested
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    return code == 0
 
 
 @pytest.mark.real
 def test_killed_at_each_step_of_the_journal_every_answer_is_there_once(tmp_path: Path) -> None:
-    """One process after the other works on one job, each killed one step further than the last."""
-    count = 6
+    count, at = 6, 0
     make_job(tmp_path / "job", write_input(tmp_path / "in.jsonl", prompts(count)))
-    kills = 0
-    for at in range(4 * count):
-        said = killed(tmp_path / "job", at % 8)
-        if said.startswith("done"):
-            break
-        kills += 1
-    assert kills >= 4, "the journal was never stopped"
+    clean = tmp_path / "clean"
+    shutil.copytree(tmp_path / "job", clean)
+    while not worked(tmp_path / "job", at):
+        assert worked(tmp_path / "job", -1)
+        assert_whole(tmp_path / "job", count)
+        shutil.rmtree(tmp_path / "job")
+        shutil.copytree(clean, tmp_path / "job")
+        at += 1
+    assert at >= 4, "the journal was hardly stopped"
     assert_whole(tmp_path / "job", count)
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("seed", range(1))
-def test_killed_twenty_times_at_random_every_answer_is_there_once(seed: int, tmp_path: Path) -> None:
-    rng, count = Random(seed), 200
+def test_killed_twenty_times_at_random_every_answer_is_there_once(tmp_path: Path) -> None:
+    rng, count = Random(1), 200
     make_job(tmp_path / "job", write_input(tmp_path / "in.jsonl", prompts(count)))
-    for _ in range(20):
-        said = killed(tmp_path / "job", -1, pause_s=0.05, after_s=rng.uniform(0.0, 0.25))
-        assert not said, f"seed {seed}: the job was done before it had been killed twenty times"
-    assert killed(tmp_path / "job", -1).startswith("done ")
+    for kill in range(20):
+        ended = worked(tmp_path / "job", -1, pause_s=0.02, killed_after_s=rng.uniform(0.0, 0.05))
+        assert not ended, f"the job was done before kill {kill + 1}"
+    assert worked(tmp_path / "job", -1)
     assert_whole(tmp_path / "job", count)
 
 
