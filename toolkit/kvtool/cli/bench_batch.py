@@ -29,11 +29,17 @@ def batch(
         print_json({**context, **found})
     else:
         cells = [
-            [way["name"], f"{way['seconds']:.1f}", f"{way['requests_s']:.2f}", f"{way['hit_ratio']:.0%}"]
+            [
+                way["name"],
+                f"{way['seconds']:.1f}",
+                f"{way['cpu_s']:.1f}",
+                f"{way['requests_s']:.2f}",
+                f"{way['hit_ratio']:.0%}",
+            ]
             for way in found["ways"]
         ]
         title = f"{requests} requests, {found['work']['shared']:.0%} of prompt tokens in shared prefixes"
-        out().print(table(title, ["way", "seconds", "requests/s", "hit"], cells, right=(1, 2, 3)))
+        out().print(table(title, ["way", "seconds", "CPU s", "requests/s", "hit"], cells, right=(1, 2, 3, 4)))
         out().print(
             f"{found['ratio_no_reuse']:.2f} x arrival order without reuse, {found['ratio_reuse']:.2f} x with reuse; "
             f"same answers in all three: {found['same_in_all_three']} of {requests}",

@@ -8,6 +8,7 @@ what is compared is the job's own time, from its first request to its last, with
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -39,10 +40,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run it. `seconds` of work; `same`: how many answers are those of the first way."""
+    """One way to run it. `seconds` of work; `cpu_s`: of the whole command; `same`: how many answers are those of the
+    first way."""
 
     name: str
     seconds: float
+    cpu_s: float
     requests_s: float
     hit_ratio: float
     same: int
@@ -104,12 +107,14 @@ def measure(
             ("kvtool batch, pool of a tenth", job, ["--pool-size", str(tenth)]),
         ):
             tell(name)
+            began = _cpu_s()
             summary = _run(source, Path(folder) / f"{len(ways)}.jsonl", [*common, *options])
+            cpu_s = _cpu_s() - began
             answers[name] = _answers(Path(summary["output"]))
             first = answers["one at a time, no reuse"]
             same = sum(answers[name].get(key) == text for key, text in first.items())
             count = summary["answered"]
-            ways.append(Way(name, summary["seconds"], count / summary["seconds"], summary["hit_ratio"], same))
+            ways.append(Way(name, summary["seconds"], cpu_s, count / summary["seconds"], summary["hit_ratio"], same))
     arrival, reuse, ours = (answers[way.name] for way in ways[1:])
     return {
         "work": asdict(work),
@@ -119,7 +124,15 @@ def measure(
         "same_in_all_three": sum(arrival[key] == reuse.get(key) == ours.get(key) for key in arrival),
         "ratio_no_reuse": ways[1].seconds / ways[3].seconds,
         "ratio_reuse": ways[2].seconds / ways[3].seconds,
+        "cpu_ratio_no_reuse": ways[1].cpu_s / ways[3].cpu_s,
+        "cpu_ratio_reuse": ways[2].cpu_s / ways[3].cpu_s,
     }
+
+
+def _cpu_s() -> float:
+    """That ended children took."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _run(source: Path, output: Path, options: list[str]) -> dict[str, Any]:
