@@ -14,7 +14,7 @@ from kvtool.cli.console import out, print_json, step, table
 def batch(
     engine: Annotated[Path, typer.Option("--engine", "-e", help="Engine directory.", show_default=False)],
     requests: Annotated[int, typer.Option("--requests", min=20, help="In the job.")] = 2000,
-    alone: Annotated[int, typer.Option("--alone", min=1, help="How many of them run one at a time too.")] = 200,
+    alone: Annotated[int, typer.Option("--alone", min=1, help="How many of them run one at a time too.")] = 100,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Compute threads.")] = 2,
     seed: Annotated[int, typer.Option("--seed", help="Of the job.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON, with hardware and versions.")] = False,

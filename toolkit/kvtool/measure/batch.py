@@ -24,6 +24,9 @@ from kvtool.kv.block import block_keys
 
 TOKENS_LOW, TOKENS_HIGH = 1000, 40000
 """Token ids of prompts: ordinary words, so no special ones."""
+FAMILY = 20
+"""Requests that begin alike, on average: so many that reuse pays, so few that their prefixes together do not fit into a
+small pool."""
 _OUT = (1, 2, 4, 4, 8, 8, 16, 32)
 
 
@@ -58,8 +61,8 @@ def make_job(path: Path, requests: int, block_tokens: int, seed: int, shared: fl
     def some(count: int) -> list[int]:
         return [rng.randrange(TOKENS_LOW, TOKENS_HIGH) for _ in range(count)]
 
-    families = [some(block_tokens * rng.randint(2, 6)) for _ in range(max(2, requests // 80))]
-    examples = [[some(block_tokens * rng.randint(1, 4)) for _ in range(4)] for _ in families]
+    families = [some(block_tokens * rng.randint(1, 3)) for _ in range(max(2, requests // FAMILY))]
+    examples = [[some(block_tokens * rng.randint(0, 1)) for _ in range(2)] for _ in families]
     made: list[tuple[list[int], int]] = []
     for _ in range(requests):
         at = rng.randrange(len(families))
