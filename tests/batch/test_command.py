@@ -104,7 +104,7 @@ def test_each_refusal_is_a_sentence(kvtool: Kvtool, tmp_path: Path, smollm2_engi
     (tmp_path / "there.jsonl").touch()
     (tmp_path / "url.jsonl").write_text(json.dumps({"custom_id": "a", "url": "/v1/images", "body": {}}))
     (tmp_path / "id.jsonl").write_text(json.dumps({"url": "/v1/completions", "body": {"prompt": "x"}}))
-    body = {"prompt": "word " * 3000}
+    body = {"prompt": "word " * 9000}
     (tmp_path / "long.jsonl").write_text(json.dumps({"custom_id": "a", "url": "/v1/completions", "body": body}))
     for arguments, said in (
         (["run", "empty.jsonl", *engine], "the file is empty; wanted one request a line"),
@@ -117,7 +117,7 @@ def test_each_refusal_is_a_sentence(kvtool: Kvtool, tmp_path: Path, smollm2_engi
         (["run", "id.jsonl", *engine], "line 1: custom_id: wanted a text of 1 to 512 characters, found none"),
         (
             ["run", "long.jsonl", *engine],
-            "line 1: the prompt has 3000 tokens; beside 1 to generate the context holds at most",
+            "line 1: the prompt has 9000 tokens; beside 1 to generate the context holds at most",
         ),
         (["run", str(good), *engine, "-o", "there.jsonl"], "the output is there already; choose another --output"),
         (["run", str(good), *engine, "-o", "no/such/place.jsonl"], "wanted a file in a directory that is there"),

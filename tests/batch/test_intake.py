@@ -179,8 +179,12 @@ def test_the_kind_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     assert kind_of(tmp_path / "a.txt", "csv") == "csv"
     (tmp_path / "empty.jsonl").touch()
-    for path, said in ((tmp_path / "a.txt", "found .txt; say --format"), (tmp_path / "empty.jsonl", "the file is empty"),
-                       (tmp_path / "none", "found nothing"), (tmp_path, "found a directory")):  # fmt: skip
+    for path, said in (
+        (tmp_path / "a.txt", "found .txt; say --format"),
+        (tmp_path / "empty.jsonl", "the file is empty"),
+        (tmp_path / "none", "found nothing"),
+        (tmp_path, "found a directory"),
+    ):
         with pytest.raises(Refused, match=said):
             kind_of(path)
 
