@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from kvtool.errors import Cancelled, DeadlinePassed, Overloaded, ProtocolError, RequestRefused, Unavailable
+from kvtool.serve.turns import BATCH_PRIORITY
+from kvtool.triton import giveway
 from kvtool.triton.asked import Asked, Limits
 from kvtool.triton.front import SERVERS_LOST_MAX, Front
+from kvtool.triton.giveway import HOLD_S
 from kvtool.triton.peers import Peer, Peers, PeersFile
 from kvtool.triton.wire import Step
 
@@ -64,6 +68,7 @@ class Cluster:
         self.answers: dict[int, tuple[int, ...]] = {}
         self.overloaded: set[str] = set()
         self.hold = None
+        self.holds: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self.on_death = lambda peer: None
         for role in ("prefill", "decode"):
             self.add(f"{role}-0")
@@ -110,6 +115,9 @@ class Cluster:
             await asyncio.sleep(0)
 
     async def operate(self, peer, op, timeout_s):
+        if op["op"] == "hold":
+            self.holds.put((peer.name, op["seconds"]))
+            return "{}"
         self.cancelled.append((peer.name, op["request_id"]))
         self.told.set()
         return "{}"
@@ -349,3 +357,87 @@ def test_kv_that_waited_too_long_for_a_decode_server_is_made_again(direct, clust
     cluster.prefill = prefill
     sink = _ask(direct).wait()
     assert tuple(sink.tokens) == ANSWER and [call[0] for call in cluster.calls] == ["prefill", "prefill", "decode"]
+
+
+# Batch requests beside online ones.
+
+
+@pytest.fixture
+def shared(cluster):
+    made = Front(PeersFile(cluster.file), LIMITS, cluster, shared_cores=True)
+    yield made
+    made.close()
+
+
+def _batch(front, **asked):
+    return _ask(front, priority=BATCH_PRIORITY, **asked)
+
+
+def test_every_instance_holds_batch_work_until_the_first_token_of_an_online_request(shared, cluster):
+    _hold(shared, cluster)
+    batch = _batch(shared)
+    while batch.got.get(timeout=5) < 2:
+        pass
+    assert cluster.holds.empty(), "nobody has to wait for it"
+    online = _ask(shared)
+    first = {cluster.holds.get(timeout=5) for _ in range(2)}
+    assert first == {("prefill-0", HOLD_S), ("decode-0", HOLD_S)}
+    assert online.got.get(timeout=5) == 1
+    over = {cluster.holds.get(timeout=5) for _ in range(2)}
+    assert over == {("prefill-0", 0.0), ("decode-0", 0.0)}
+    shared._loop.call_soon_threadsafe(cluster.hold.set)
+    assert tuple(batch.wait().tokens) == tuple(online.wait().tokens) == ANSWER and cluster.holds.empty()
+
+
+def test_a_hold_is_renewed_while_it_is_wanted_and_ends_with_the_request(shared, cluster):
+    _hold(shared, cluster)
+    batch = _batch(shared)
+    while batch.got.get(timeout=5) < 2:
+        pass
+    cluster.remove("decode-0")
+    online = _ask(shared, deadline_ms=1500)
+    said = [cluster.holds.get(timeout=5) for _ in range(3)]
+    assert said == [("prefill-0", HOLD_S), ("prefill-0", HOLD_S), ("prefill-0", 0.0)]
+    assert isinstance(online.wait().error, DeadlinePassed)
+    shared._loop.call_soon_threadsafe(cluster.hold.set)
+    assert batch.wait().error is None
+
+
+def test_a_batch_request_begins_when_nobody_waits(front, cluster):
+    cluster.remove("prefill-0")
+    cluster.remove("decode-0")
+    online = [_ask(front), _ask(front)]
+    batch = _batch(front)
+    assert cluster.calls == []
+    cluster.add("prefill-0", epoch=2)
+    cluster.add("decode-0", epoch=2)
+    assert all(tuple(sink.wait().tokens) == ANSWER for sink in [*online, batch])
+    assert [call[0] for call in cluster.calls].index("decode") == 2, "both prompts before the batch request's"
+    assert cluster.holds.empty(), "instances with processors of their own are told nothing"
+
+
+def test_patience_lets_batch_requests_through_one_by_one(front, cluster, monkeypatch):
+    monkeypatch.setattr(giveway, "PATIENCE_S", 0.05)
+    cluster.remove("decode-0")
+    online = _ask(front)  # waits for its first token all the time
+    batch = [_batch(front)]
+    until_s = time.monotonic() + 5
+    while sum(call[0] == "prefill" for call in cluster.calls) < 2:
+        assert time.monotonic() < until_s
+    cluster.add("decode-0", epoch=2)
+    assert all(tuple(sink.wait().tokens) == ANSWER for sink in [online, *batch])
+
+
+def test_batch_requests_have_half_of_the_places_and_give_them_to_online_ones(front, cluster):
+    _hold(front, cluster)
+    batch = _batch(front, request_id="b")
+    while batch.got.get(timeout=5) < 2:
+        pass
+    refused = _batch(front).wait()
+    assert isinstance(refused.error, Overloaded) and "1 batch requests (priority 0) are in flight" in str(refused.error)
+    online = [_ask(front) for _ in range(LIMITS.concurrent_max)]
+    assert isinstance(batch.wait().error, Overloaded) and "gave way to an online request" in str(batch.error)
+    assert isinstance(_ask(front).wait().error, Overloaded), "only batch requests give way"
+    front._loop.call_soon_threadsafe(cluster.hold.set)
+    assert all(tuple(sink.wait().tokens) == ANSWER for sink in online)
+    assert _settled(front)["batch"] == 0 and cluster.cancelled == [("decode-0", "b~0")]

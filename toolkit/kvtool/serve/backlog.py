@@ -23,7 +23,7 @@ from kvtool.serve.options import DecodeOptions
 from kvtool.serve.pull import Task
 from kvtool.serve.put import Staged
 from kvtool.serve.request import Request
-from kvtool.serve.turns import Share
+from kvtool.serve.turns import Share, is_batch
 from kvtool.serve.worker import Job, Worker
 
 _STAGE_BLOCKS = 16
@@ -80,9 +80,8 @@ class BacklogWorker(Worker[J]):
         job.tokens = (*job.request.tokens, *generated)
         job.end = len(job.tokens) // self._block_tokens * self._block_tokens
         job.put_from = job.pulled_blocks
-        wanted = (
-            self._decode_options.canonicalise and job.request.publish and job.end > job.put_from * self._block_tokens
-        )
+        has_next = self._decode_options.canonicalise and job.request.publish and not is_batch(job)
+        wanted = has_next and job.end > job.put_from * self._block_tokens
         if self._putter is None or not wanted or self._gate.rests(self._clock.now_s()):
             self._release(job)
             return

@@ -31,7 +31,7 @@ from kvtool.serve.options import DecodeOptions
 from kvtool.serve.put import Staged
 from kvtool.serve.request import Event, Finish, OnEvent, Request, Usage
 from kvtool.serve.text import Decoder, Step, TextStream
-from kvtool.serve.turns import Share, admission_order, next_chunk
+from kvtool.serve.turns import FIRM_S, Share, admission_order, is_batch, next_chunk, together
 
 
 class _Job(FinishedJob):
@@ -55,6 +55,11 @@ class _Job(FinishedJob):
         self.generated: list[int] = []
         self.sent = 0
         self.usage = Usage(prompt_tokens=len(request.tokens))
+
+    @property
+    def urgent(self) -> bool:
+        """An online request that has no token yet."""
+        return not is_batch(self) and self.stage != "over" and not self.generated
 
     @property
     def position(self) -> int:
@@ -131,18 +136,29 @@ class DecodeWorker(BacklogWorker[_Job]):
         with self._lock:
             jobs = list(self._jobs.values())
         self._advance_all(jobs, now_s)
-        self._admit(jobs, now_s)
+        batch = self._beside.may_run(any(job.urgent for job in jobs), now_s)
+        self._admit(jobs, now_s, batch)
         running = [job for job in jobs if job.stage == "running"]
         for job in running:
             self._put_prompt(job)
-        if running:
-            self._step(running)
+        rows = self._rows(running, batch, now_s)
+        if rows:
+            self._step(rows)
         else:
             self._filling.forgive()
             self._canonicalising.forgive()
-        filled = self._fill(jobs)
+        filled = self._fill([job for job in jobs if batch or not is_batch(job)])
         tidied = not filled and not any(job.stage == "filling" for job in jobs) and self._tidy()
-        return bool(running) or filled or tidied
+        return bool(rows) or filled or tidied
+
+    def _rows(self, running: list[_Job], batch: bool, now_s: float) -> list[_Job]:
+        online = [job for job in running if not is_batch(job)]
+        rows = together(online, [job for job in running if is_batch(job)], batch, self._options.batch_max)
+        if len(rows) > len(online):
+            self._beside.ran(now_s)
+        for job in rows:
+            job.served_at_s = now_s
+        return rows
 
     def _advance(self, job: _Job, now_s: float) -> None:
         error = self._overdue(job, now_s)
@@ -159,24 +175,33 @@ class DecodeWorker(BacklogWorker[_Job]):
         elif job.stage == "filling" and job.left <= 0:
             self._join(job, now_s)
 
-    def _admit(self, jobs: list[_Job], now_s: float) -> None:
-        admitted = sum(job.stage in ("pulling", "filling", "running") for job in jobs)
+    def _admit(self, jobs: list[_Job], now_s: float, batch: bool) -> None:
+        """`batch`: may batch requests begin. They have rows of their own, since they need not take part in a step."""
+        there = [job for job in jobs if job.stage in ("pulling", "filling", "running")]
+        admitted = {kind: sum(is_batch(job) == kind for job in there) for kind in (False, True)}
         for job in admission_order((job for job in jobs if job.stage == "waiting"), now_s):
-            if admitted >= self._options.batch_max or not self._make_room(job, now_s):
+            kind, old = is_batch(job), now_s - job.arrived_at_s >= FIRM_S
+            if admitted[kind] >= self._options.batch_max or (kind and not (batch or old)):
+                continue
+            if not self._make_room(job, jobs, now_s):
+                if kind and not old:
+                    continue
                 return
-            admitted += 1
+            job.firm = kind and old
+            admitted[kind] += 1
             job.usage.seconds["queue"] = now_s - job.arrived_at_s
             job.served_at_s = now_s
             self._start(job, now_s)
 
-    def _make_room(self, job: _Job, now_s: float) -> bool:
-        """Open the job's sequence; finished requests give up their memory for it, oldest first."""
+    def _make_room(self, job: _Job, jobs: list[_Job], now_s: float) -> bool:
+        """Open the job's sequence; finished requests give up their memory for it, oldest first, and then batch requests
+        for an online one."""
         while True:
             try:
                 self._open(job, capacity_tokens(job.request, self._engine), now_s)
                 return True
             except EngineFull:
-                if not self._drop_oldest():
+                if not self._drop_oldest() and (is_batch(job) or not self._give_way(jobs)):
                     return False
 
     def _start(self, job: _Job, now_s: float) -> None:
@@ -338,8 +363,8 @@ class DecodeWorker(BacklogWorker[_Job]):
         job.usage.seconds["total"] = self._clock.now_s() - job.arrived_at_s
         self._send(job, Event(job.id, job.sent, tokens, context, cut_chars, finish, job.usage, error))
 
-    def _queued(self) -> int:
-        return sum(job.stage == "waiting" for job in self._jobs.values())
+    def _waits(self, job: _Job) -> bool:
+        return job.stage == "waiting"
 
     def status(self) -> dict[str, Any]:
         status = super().status()

@@ -24,7 +24,7 @@ from kvtool.serve.options import PrefillOptions
 from kvtool.serve.pull import Task
 from kvtool.serve.put import Staged, stored_run
 from kvtool.serve.request import Request, Usage
-from kvtool.serve.turns import admission_order, next_chunk
+from kvtool.serve.turns import FIRM_S, admission_order, batch_share, is_batch, next_chunk
 from kvtool.serve.worker import Job, Worker
 
 OnDone = Callable[[PrefillDone], None]
@@ -108,8 +108,11 @@ class PrefillWorker(Worker[_Job]):
         with self._lock:
             jobs = list(self._jobs.values())
         self._advance_all(jobs, now_s)
-        self._admit(jobs, now_s)
-        chosen = next_chunk((job for job in jobs if job.stage == "computing"), now_s)
+        urgent = any(not is_batch(job) and job.stage not in ("putting", "over") for job in jobs)
+        batch = self._beside.may_run(urgent, now_s)
+        self._admit(jobs, now_s, batch)
+        turns = (job for job in jobs if job.stage == "computing" and (batch or not is_batch(job)))
+        chosen = next_chunk(turns, now_s)
         if chosen is not None:
             self._chunk(chosen)
         return chosen is not None
@@ -147,19 +150,24 @@ class PrefillWorker(Worker[_Job]):
             job.hit_blocks = min(job.resident, len(keys.keys))
             self._done(job)
 
-    def _admit(self, jobs: list[_Job], now_s: float) -> None:
-        active = len(self._holders)
+    def _admit(self, jobs: list[_Job], now_s: float, batch: bool) -> None:
+        """`batch`: may batch requests begin. They have places of their own: one that was stopped half-way for online
+        requests would else keep them out."""
+        active = {kind: sum(is_batch(job) == kind for job in self._holders.values()) for kind in (False, True)}
+        most = {False: self._options.active_max, True: batch_share(self._options.active_max)}
         for job in admission_order((job for job in jobs if job.stage == "waiting" and not job.finished), now_s):
             if job.end == 0:  # one token: nothing to compute, nothing to move
                 self._done(job)
                 continue
-            if active >= self._options.active_max:
+            kind, old = is_batch(job), now_s - job.arrived_at_s >= FIRM_S
+            if active[kind] >= most[kind] or (kind and not (batch or old)):
+                continue
+            if not self._make_room(job, jobs, now_s):
+                if kind and not old:
+                    continue
                 return
-            try:
-                self._open(job, job.end, now_s)
-            except EngineFull:
-                return
-            active += 1
+            job.firm = kind and old
+            active[kind] += 1
             job.usage.seconds["queue"] = now_s - job.arrived_at_s
             job.served_at_s = now_s
             job.stage, job.task = "computing", None
@@ -167,6 +175,15 @@ class PrefillWorker(Worker[_Job]):
                 job.task = self._puller.pull(job.id, job.sequence, job.keys.all[: job.resident])
                 if job.task is not None:
                     job.stage = "pulling"
+
+    def _make_room(self, job: _Job, jobs: list[_Job], now_s: float) -> bool:
+        while True:
+            try:
+                self._open(job, job.end, now_s)
+                return True
+            except EngineFull:
+                if is_batch(job) or not self._give_way(jobs):
+                    return False
 
     def _pulled(self, job: _Job, given_up: bool = False) -> None:
         assert job.task is not None and job.sequence is not None
@@ -263,5 +280,5 @@ class PrefillWorker(Worker[_Job]):
         job.stage = "over"
         self._call(f"done request={job.id}", lambda: job.done(done))
 
-    def _queued(self) -> int:
-        return sum(job.sequence is None and job.stage != "putting" for job in self._jobs.values())
+    def _waits(self, job: _Job) -> bool:
+        return job.sequence is None and job.stage != "putting"

@@ -127,6 +127,10 @@ class LlmWorker(ABC, Generic[J]):
         self._loop.call_soon_threadsafe(self._stop, job, Cancelled(f"{request_id}: cancelled"))
         return True
 
+    def hold(self, seconds: float) -> None:
+        """Nothing to do: TensorRT-LLM orders what it has by itself, and instances have GPUs of their own. The front
+        lets batch requests come one by one while online ones wait."""
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing is held any more, at the latest after `timeout_s`."""
         until_s = time.monotonic() + timeout_s

@@ -25,12 +25,15 @@ from kvtool.serve.options import PoolOptions
 from kvtool.serve.pull import Puller, Task
 from kvtool.serve.put import Putter
 from kvtool.serve.request import Request
+from kvtool.serve.turns import Beside, batch_share, is_batch
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.02
 _IDLE_S = 1.0
 _IMPORT_S = 5.0
+_AGAIN_S = 1.0
+"""When a batch request that gave way may come again."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Job:
         self.arrived_at_s = self.served_at_s = now_s
         self.deadline_at_s = now_s + request.deadline_s
         self.cancelled = self.finished = False
+        self.firm = False
+        """A batch request that online ones do not take memory from."""
         self.sequence: SequenceKV | None = None
         self.sequence_at_s = now_s
         self.task: Task | None = None
@@ -93,6 +98,7 @@ class Worker(ABC, Generic[J]):
         self._queue_max, self._close_pool = queue_max, close_pool
         self._block_tokens = engine.layout.block_tokens
         self._gate = FetchGate(pool_options, self._block_tokens, engine.layout.block_size)
+        self._beside = Beside()
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._quiet = threading.Condition()
@@ -125,8 +131,8 @@ class Worker(ABC, Generic[J]):
         """Give the request its error, through `_claim`. Any thread."""
 
     @abstractmethod
-    def _queued(self) -> int:
-        """How many requests wait. Under the lock."""
+    def _waits(self, job: J) -> bool:
+        """Whether a request waits for its turn to hold KV memory. Under the lock."""
 
     # What callers use.
 
@@ -139,6 +145,11 @@ class Worker(ABC, Generic[J]):
             job.cancelled = True
         self._wake.set()
         return True
+
+    def hold(self, seconds: float) -> None:
+        """Batch requests give way for so long, as online ones wait for a first token on the same cores; 0: no more."""
+        self._beside.hold(self._clock.now_s() + seconds)
+        self._wake.set()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing is held any more, at the latest after `timeout_s`: no request, KV block, pull or put."""
@@ -191,8 +202,9 @@ class Worker(ABC, Generic[J]):
             oldest_s = max((now_s - job.arrived_at_s for job in self._jobs.values()), default=0.0)
             status: dict[str, Any] = {
                 "role": self.role,
-                "queued": self._queued(),
+                "queued": sum(self._waits(job) for job in self._jobs.values()),
                 "requests": len(self._jobs),
+                "batch": sum(is_batch(job) for job in self._jobs.values()),
                 "oldest_s": round(oldest_s, 3),
                 "blocks_free": self._engine.blocks_free,
                 "blocks_total": self._engine.blocks_total,
@@ -225,18 +237,24 @@ class Worker(ABC, Generic[J]):
                 raise self._closed_error(request.request_id)
             if request.request_id in self._jobs:
                 raise RequestRefused(f"{request.request_id}: a request with this id runs already; ids must differ")
-            queued = self._queued()
-            if queued >= self._queue_max:
-                rate = self._finish_rate.value or 1.0
-                raise Overloaded(
-                    f"{request.request_id}: {queued} requests wait for this {self.role} worker, its limit is "
-                    f"{self._queue_max}; try again later or elsewhere",
-                    retry_after_s=min(30.0, max(0.1, queued / rate)),
-                )
+            waiting = [job for job in self._jobs.values() if self._waits(job)]
+            self._check_queue(request, len(waiting), self._queue_max, "requests")
+            if is_batch(request):
+                own = sum(is_batch(job) for job in waiting)
+                self._check_queue(request, own, batch_share(self._queue_max), "batch requests")
             job = make(self._clock.now_s())
             self._jobs[job.id] = job
             self._count("accepted")
         return job
+
+    def _check_queue(self, request: Request, queued: int, most: int, what: str) -> None:
+        if queued >= most:
+            rate = self._finish_rate.value or 1.0
+            raise Overloaded(
+                f"{request.request_id}: {queued} {what} wait for this {self.role} worker, its limit is {most}; "
+                "try again later or elsewhere",
+                retry_after_s=min(30.0, max(0.1, queued / rate)),
+            )
 
     def _claim(self, job: J, outcome: str) -> bool:
         """Whether the caller is the one who ends this request; exactly one is."""
@@ -283,6 +301,21 @@ class Worker(ABC, Generic[J]):
             if job.finished and not self._keeps(job):
                 self._release(job)
 
+    def _give_way(self, jobs: list[J]) -> bool:
+        """End the batch request that lost least by it, for an online one's memory. False: there is none. It may come
+        again: the blocks of its prompt are in the pool by then."""
+        least: J | None = None
+        for job in jobs:
+            yields = is_batch(job) and not (job.firm or job.finished) and job.task is None and job.sequence is not None
+            if yields and (least is None or job.sequence_at_s > least.sequence_at_s):
+                least = job
+        if least is None:
+            return False
+        self._count("gave_way")
+        error = Overloaded(f"{least.id}: gave way to online requests; send it again", retry_after_s=_AGAIN_S)
+        self._stop(least, error)
+        return True
+
     def _stop(self, job: J, error: KvtoolError) -> None:
         self._release(job)
         self._end(job, error)
@@ -305,7 +338,13 @@ class Worker(ABC, Generic[J]):
         return seconds
 
     def _chunk_end(self, job: J, chunk_tokens: int) -> int:
-        """The next chunk's end: a block boundary, or the end of what is to be computed."""
+        """The next chunk's end: a block boundary, or the end of what is to be computed. A batch request's is no longer
+        than an online request may be made to wait."""
+        if is_batch(job):
+            now_s = self._clock.now_s()
+            self._beside.ran(now_s)
+            rate = self._gate.compute_tokens_s.value or 0.0
+            chunk_tokens = min(chunk_tokens, int(rate * self._beside.piece_s(now_s)))
         end = job.at + chunk_tokens
         aligned = end - end % self._block_tokens
         return min(job.end, aligned if aligned > job.at else job.at + self._block_tokens)

@@ -23,6 +23,7 @@ from kvtool.triton.wire import Ask
 _CANARY = "canary-"
 _CANARY_DEADLINE_S = 60.0
 _CANARY_TOKENS = 256  # ids below are in every vocabulary
+_HOLD_S_MAX = 60.0
 _FRESH_S = 2.0
 """An answer this young says as much as a canary."""
 
@@ -30,6 +31,7 @@ _FRESH_S = 2.0
 class PrefillWork(Protocol):
     def submit(self, request: Request, done: Callable[[PrefillDone], None]) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
+    def hold(self, seconds: float) -> None: ...
     def status(self) -> dict[str, Any]: ...
     def audit(self) -> list[Any]: ...
     def close(self) -> None: ...
@@ -38,6 +40,7 @@ class PrefillWork(Protocol):
 class DecodeWork(Protocol):
     def submit(self, request: Request, on_event: Callable[[Event], None], handoff: Handoff | None = None) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
+    def hold(self, seconds: float) -> None: ...
     def status(self) -> dict[str, Any]: ...
     def audit(self) -> list[Any]: ...
     def close(self) -> None: ...
@@ -164,6 +167,16 @@ def _operate(worker: PrefillWork | DecodeWork, op: dict[str, Any]) -> str:
     if op["op"] == "cancel_all":
         names = {held.owner for held in worker.audit() if held.what == "request" and not held.owner.startswith(_CANARY)}
         return wire.op_json({"cancelled": sum(worker.cancel(name) for name in names)})
+    if op["op"] == "hold":
+        worker.hold(_seconds(op))
+        return wire.op_json({"held": True})
     if op["op"] == "status":
         return wire.op_json({**worker.status(), "held": [asdict(held) for held in worker.audit()]})
-    raise RequestRefused(f"op: wanted cancel, cancel_all, canary or status, found {op['op']!r}")
+    raise RequestRefused(f"op: wanted cancel, cancel_all, canary, hold or status, found {op['op']!r}")
+
+
+def _seconds(op: dict[str, Any]) -> float:
+    seconds = op.get("seconds")
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= _HOLD_S_MAX:
+        raise RequestRefused(f"hold: seconds: wanted a number of 0 to {_HOLD_S_MAX:g}, found {seconds!r}")
+    return float(seconds)

@@ -63,6 +63,8 @@ class Flight:
     resume: Resume = field(default_factory=Resume)
     lost: set[tuple[str, int]] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
+    gave_way: bool = False
+    """Ended by the front, for an online request."""
 
     def __post_init__(self) -> None:
         self.chain = text_chain(self.asked.text.decode())

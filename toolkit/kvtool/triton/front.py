@@ -21,10 +21,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 from kvtool.errors import Cancelled, DeadlinePassed, EngineFull, KvtoolError, Overloaded, RequestRefused, Unavailable
+from kvtool.serve.turns import BATCH_PRIORITY, batch_share, is_batch
 from kvtool.triton import rpc
 from kvtool.triton.asked import Asked, Limits
 from kvtool.triton.fleet import Fleet
 from kvtool.triton.flight import Flight, Links, Sink
+from kvtool.triton.giveway import HOLD_S, GiveWay
 from kvtool.triton.peers import Peer, PeersFile
 from kvtool.triton.usage import usage_fields
 from kvtool.triton.wire import Step
@@ -43,9 +45,17 @@ rendered for the transfer."""
 
 
 class Front:
-    """See the module. `submit` and `status` may be called from any thread."""
+    """See the module. `submit` and `status` may be called from any thread. `shared_cores`: what one instance computes
+    takes time from the others."""
 
-    def __init__(self, peers: PeersFile, limits: Limits, links: Links | None = None, handoff: str = "pool") -> None:
+    def __init__(
+        self,
+        peers: PeersFile,
+        limits: Limits,
+        links: Links | None = None,
+        handoff: str = "pool",
+        shared_cores: bool = False,
+    ) -> None:
         self._fleet, self._limits = Fleet(peers), limits
         self._direct = handoff == "transceiver"
         self._links = links or rpc.Links()
@@ -53,11 +63,12 @@ class Front:
         self._mean_s = 1.0
         self._totals = {"requests": 0, "failed": 0, "prompt_tokens": 0, "hit_tokens": 0, "completion_tokens": 0}
         self._background: set[asyncio.Future[Any]] = set()
+        self._give_way = GiveWay(self._hold_all if shared_cores else None)
         self._loop = asyncio.new_event_loop()
         self._busy = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="front", daemon=True)
         self._thread.start()
-        self._watching = self._call(self._watch())
+        self._watching = [self._call(self._watch()), self._call(self._give_way.hold())]
 
     # From Triton's thread.
 
@@ -84,7 +95,12 @@ class Front:
             }
             for name, flight in list(self._flights.items())
         ]
-        return {"in_flight": flights, "loads": self._fleet.loads(), "totals": dict(self._totals)}
+        return {
+            "in_flight": flights,
+            "batch": self._give_way.batch,
+            "loads": self._fleet.loads(),
+            "totals": dict(self._totals),
+        }
 
     def close(self) -> None:
         """End every request with Unavailable, cancel what runs for them elsewhere, stop the thread."""
@@ -106,21 +122,38 @@ class Front:
             name = asked.request_id or uuid.uuid4().hex[:16]
             if name in self._flights:
                 raise RequestRefused(f"{name}: a request with this id is in flight; ids must differ")
-            if len(self._flights) >= self._limits.concurrent_max:
-                wait_s = min(30.0, max(0.1, self._mean_s / self._limits.concurrent_max))
-                raise Overloaded(
-                    f"{len(self._flights)} requests are in flight, limits.concurrent_max is "
-                    f"{self._limits.concurrent_max}; retry after {wait_s:.1f} s",
-                    retry_after_s=wait_s,
-                )
+            self._check_room(is_batch(asked))
         except KvtoolError as error:
             sink.fail(error)
             return
         asked = asked.named(name)
         flight = Flight(asked, sink, arrived_s, arrived_s + asked.deadline_s)
         self._flights[name] = flight
+        self._give_way.entered(flight)
         flight.task = self._loop.create_task(self._fly(flight))
         self._busy.set()
+
+    def _check_room(self, batch: bool) -> None:
+        """Raises Overloaded: as many are in flight as may be, and no batch request that an online one could replace."""
+        most, own = self._limits.concurrent_max, self._give_way.batch
+        wait_s = min(30.0, max(0.1, self._mean_s / most))
+        if len(self._flights) >= most:
+            youngest = None if batch else self._give_way.youngest()
+            if youngest is None or youngest.task is None:
+                raise Overloaded(
+                    f"{len(self._flights)} requests are in flight, limits.concurrent_max is {most}; "
+                    f"retry after {wait_s:.1f} s",
+                    retry_after_s=wait_s,
+                )
+            youngest.gave_way = True
+            youngest.task.cancel()
+            self._forget(youngest)
+        elif batch and own >= batch_share(most):
+            raise Overloaded(
+                f"{own} batch requests (priority {BATCH_PRIORITY}) are in flight, half of limits.concurrent_max {most} "
+                f"is theirs; retry after {wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )
 
     def _operate(self, op: str, request_id: str, sink: Sink) -> None:
         if op not in ("status", "canary", "cancel"):
@@ -143,6 +176,9 @@ class Front:
             )
         except asyncio.CancelledError:
             error = Cancelled(f"{flight.asked.request_id}: cancelled by the client")
+            if flight.gave_way:
+                again = f"{flight.asked.request_id}: gave way to an online request; send it again"
+                error = Overloaded(again, retry_after_s=1.0)
         except KvtoolError as failed:
             error = failed
         except Exception as bug:
@@ -172,8 +208,11 @@ class Front:
         tokens: tuple[int, ...] = ()
         handoff = ""
         while True:
+            await self._give_way.turn(flight)
             if not tokens or self._direct:  # a context request serves one generation request
                 tokens, handoff = await self._prompt(flight)
+            if not self._direct:
+                await self._give_way.turn(flight)
             made_s, flight.stage = time.monotonic(), "decode"
             peer = await self._choose(flight)
             if self._direct and time.monotonic() - made_s > _KEEPS_S:
@@ -275,6 +314,7 @@ class Front:
         now_s = time.monotonic()
         if tokens and flight.first_token_s is None:
             flight.first_token_s = now_s
+            self._give_way.served(flight)
         if step.finish:
             first_s = flight.first_token_s or now_s
             usage = usage_fields(flight.prefill_usage, step.usage)
@@ -297,6 +337,7 @@ class Front:
     def _forget(self, flight: Flight) -> None:
         if self._flights.get(flight.asked.request_id) is flight:
             del self._flights[flight.asked.request_id]
+            self._give_way.left(flight)
 
     def _lost(self, flight: Flight, peer: Peer, error: KvtoolError) -> None:
         flight.retries += 1
@@ -343,13 +384,24 @@ class Front:
         with contextlib.suppress(KvtoolError):
             await self._links.operate(peer, {"op": "cancel", "request_id": request_id}, _CANCEL_S)
 
+    async def _hold_all(self, seconds: float) -> None:
+        """Best effort: an instance that does not hear it goes on, or holds until the lease is over."""
+
+        async def tell(peer: Peer) -> None:
+            with contextlib.suppress(KvtoolError):
+                await self._links.operate(peer, {"op": "hold", "seconds": seconds}, HOLD_S)
+
+        with contextlib.suppress(Unavailable):
+            await asyncio.gather(*(tell(peer) for peer in self._fleet.peers().instances))
+
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = self._loop.create_task(work)
         self._background.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._background.discard)
 
     async def _end(self) -> None:
-        self._watching.cancel()
+        for watch in self._watching:
+            watch.cancel()
         for flight in list(self._flights.values()):
             if flight.task is not None:
                 flight.task.cancel()

@@ -107,6 +107,7 @@ def placeholders(spec: Spec) -> dict[str, str]:
         "namespace": spec.pool.namespace,
         "pool_path": spec.pool.path,
         "handoff": "pool",
+        "shared_cores": "true" if spec.target == "torch" else "false",
         "prefill_threads": spec.prefill.threads,
         "prefill_kv_blocks": spec.prefill.kv_blocks,
         "chunk_tokens": spec.prefill.chunk_tokens,

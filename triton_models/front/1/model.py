@@ -10,7 +10,9 @@ class TritonPythonModel:
     def initialize(self, args):
         settings = Settings.of(args)
         self.outbox = bridge.Outbox()
-        self.front = Front(PeersFile(settings.peers), settings.limits(), handoff=settings.text("handoff"))
+        shared = settings.text("shared_cores") == "true"
+        handoff = settings.text("handoff")
+        self.front = Front(PeersFile(settings.peers), settings.limits(), handoff=handoff, shared_cores=shared)
 
     def execute(self, requests):
         for request in requests:
