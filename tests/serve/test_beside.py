@@ -13,7 +13,7 @@ from serving import BLOCK, DECODE, LAYOUT, PREFILL, WAIT_S, Stream, alone, oracl
 
 from kvtool.clock import WoundClock
 from kvtool.engine.oracle import OracleEngine
-from kvtool.errors import Overloaded
+from kvtool.errors import KvtoolError, Overloaded
 from kvtool.serve.decode import DecodeWorker
 from kvtool.serve.handoff import PrefillDone
 from kvtool.serve.prefill import PrefillWorker
@@ -102,6 +102,22 @@ class Done:
         return self.result[0]
 
 
+both = pytest.mark.parametrize("kind", [PrefillWorker, DecodeWorker])
+
+
+def options(kind: type[Any]) -> Any:
+    """Pieces of one block."""
+    return replace(PREFILL if kind is PrefillWorker else DECODE, chunk_tokens=BLOCK)
+
+
+def new_end(kind: type[Any]) -> Any:
+    return Done() if kind is PrefillWorker else Stream()
+
+
+def error_of(end: Any) -> KvtoolError | None:
+    return end.error if isinstance(end, PrefillDone) else end.last.error
+
+
 # The rule.
 
 
@@ -185,45 +201,64 @@ def test_a_held_worker_does_one_piece_of_batch_work_for_each_patience(make: Make
     assert stream.wait().tokens == alone((1, 2), 3)
 
 
-@pytest.mark.parametrize("kind", [PrefillWorker, DecodeWorker])
+@both
+def test_a_prompt_that_was_begun_stops_at_a_hold(make: Make, kind: type[Any]) -> None:
+    clock, engine = WoundClock(), Watched()
+    worker, end = make(kind, engine, options(kind), clock=clock), new_end(kind)
+    engine.go.clear()
+    worker.submit(batch("b", prompt(1, 4 * BLOCK), 1), end)
+    assert engine.at_work.acquire(timeout=WAIT_S)
+    worker.hold(1e6)
+    engine.go.set()
+    for pieces in (2, 3):
+        assert not engine.at_work.acquire(timeout=0.1), "a piece was computed in spite of the hold"
+        clock.wind(PATIENCE_S + 0.01)
+        worker._wake.set()
+        assert engine.at_work.acquire(timeout=WAIT_S)
+        assert len(engine.said) == pieces
+    worker.hold(0.0)
+    end.wait()
+
+
+@both
 def test_an_online_request_gets_the_memory_of_the_batch_request_that_lost_least(make: Make, kind: type[Any]) -> None:
     engine = Watched(blocks=10)
-    worker = make(kind, engine, replace(PREFILL if kind is PrefillWorker else DECODE, chunk_tokens=BLOCK))
-    submit = (lambda request, end: worker.submit(request, end)) if kind is PrefillWorker else worker.submit
-    ends: list[Any] = [Done() if kind is PrefillWorker else Stream() for _ in range(3)]
+    worker, ends = make(kind, engine, options(kind)), [new_end(kind) for _ in range(3)]
     engine.go.clear()
     for number in range(2):
-        submit(batch(f"b{number}", prompt(number, 4 * BLOCK - 4), 4), ends[number])
+        worker.submit(batch(f"b{number}", prompt(number, 4 * BLOCK - 4), 4), ends[number])
         if number:
             engine.permits.release()  # the next piece begins when b1 is there
         assert engine.at_work.acquire(timeout=WAIT_S)
     assert [held.owner for held in worker.audit() if held.what == "kv_blocks"] == ["b0", "b1"]
-    submit(Request("online", prompt(3, 6 * BLOCK - 4), 4), ends[2])
+    worker.submit(Request("online", prompt(3, 6 * BLOCK - 4), 4), ends[2])
     engine.go.set()
     first, second, online = (end.wait() for end in ends)
-    errors = [end.error if kind is PrefillWorker else end.last.error for end in (first, second, online)]
+    errors = [error_of(end) for end in (first, second, online)]
     assert [type(error) for error in errors] == [type(None), Overloaded, type(None)]
     assert "b1: gave way to online requests" in str(errors[1]) and worker.status()["counts"]["gave_way"] == 1
     if kind is DecodeWorker:
         assert first.tokens == alone(prompt(0, 4 * BLOCK - 4), 4)
 
 
-def test_a_batch_request_that_waited_long_is_admitted_and_keeps_its_memory(make: Make) -> None:
+@both
+def test_a_batch_request_that_waited_long_is_admitted_and_keeps_its_memory(make: Make, kind: type[Any]) -> None:
     """Under online requests without end: they take all memory, one after the other."""
     clock, engine = WoundClock(), Watched(blocks=4)
-    worker = make(DecodeWorker, engine, DECODE, clock=clock)
+    worker, ends = make(kind, engine, options(kind), clock=clock), [new_end(kind) for _ in range(4)]
     engine.go.clear()
-    running = decoded(worker, Request("o0", prompt(1, 3 * BLOCK), 2))
+    worker.submit(Request("o0", prompt(1, 3 * BLOCK), 2), ends[0])
     assert engine.at_work.acquire(timeout=WAIT_S)
-    stream = decoded(worker, batch("b", prompt(2, 3 * BLOCK), 2))
+    worker.submit(batch("b", prompt(2, 3 * BLOCK), 2), ends[1])
     clock.wind(FIRM_S + 1)
-    later = [decoded(worker, Request(f"o{number}", prompt(3, 3 * BLOCK), 2)) for number in (1, 2)]
+    for number in (1, 2):
+        worker.submit(Request(f"o{number}", prompt(3, 3 * BLOCK), 2), ends[1 + number])
     engine.go.set()
-    assert running.wait().tokens
-    while not stream.ended.wait(0.02):
+    while not ends[1].ended.wait(0.02):
         clock.wind(PATIENCE_S)
-    assert stream.last.error is None and stream.tokens == alone(prompt(2, 3 * BLOCK), 2)
-    assert all(one.wait().last.error is None for one in later)
+    assert [error_of(end.wait()) for end in ends] == [None] * 4
+    if kind is DecodeWorker:
+        assert ends[1].tokens == alone(prompt(2, 3 * BLOCK), 2)
 
 
 def test_batch_requests_have_half_of_the_queue(make: Make) -> None:
