@@ -15,9 +15,10 @@ from kvtool.errors import Cancelled, DeadlinePassed, Overloaded, ProtocolError, 
 from kvtool.serve.turns import BATCH_PRIORITY
 from kvtool.triton import giveway
 from kvtool.triton.asked import Asked, Limits
-from kvtool.triton.front import SERVERS_LOST_MAX, Front
+from kvtool.triton.front import Front
 from kvtool.triton.giveway import HOLD_S
 from kvtool.triton.peers import Peer, Peers, PeersFile
+from kvtool.triton.stages import SERVERS_LOST_MAX
 from kvtool.triton.wire import Step
 
 LIMITS = Limits(max_tokens_default=6, max_tokens_max=100, deadline_s=20.0, concurrent_max=3)
@@ -344,7 +345,7 @@ def test_a_prompt_that_no_prefill_server_takes_is_not_left_to_decode(direct, clu
 
 
 def test_kv_that_waited_too_long_for_a_decode_server_is_made_again(direct, cluster, monkeypatch):
-    monkeypatch.setattr("kvtool.triton.front._KEEPS_S", 0.05)
+    monkeypatch.setattr("kvtool.triton.stages._KEEPS_S", 0.05)
     take, first = cluster.prefill, []
 
     async def prefill(peer, text, ask, timeout_s):

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
-from kvtool.errors import Cancelled, DeadlinePassed, EngineFull, KvtoolError, Overloaded, RequestRefused, Unavailable
+from kvtool.errors import Cancelled, DeadlinePassed, KvtoolError, Overloaded, RequestRefused, Unavailable
 from kvtool.serve.turns import BATCH_PRIORITY, batch_share, is_batch
 from kvtool.triton import rpc
 from kvtool.triton.asked import Asked, Limits
@@ -28,20 +28,14 @@ from kvtool.triton.fleet import Fleet
 from kvtool.triton.flight import Flight, Links, Sink
 from kvtool.triton.giveway import HOLD_S, GiveWay
 from kvtool.triton.peers import Peer, PeersFile
+from kvtool.triton.stages import Stages
 from kvtool.triton.usage import usage_fields
 from kvtool.triton.wire import Step
 
 log = logging.getLogger(__name__)
 
-SERVERS_LOST_MAX = 3
-"""Decode servers that one request may lose before it is given up: it may be what kills them."""
-_ALIVE = (Overloaded, EngineFull)
-_LOOK_S = 0.1
 _CANCEL_S = 2.0
 _POLL_S = 0.025
-_KEEPS_S = 5.0
-"""How old a context request's KV may be when a decode server is asked to pull it; half of the shortest timeout that is
-rendered for the transfer."""
 
 
 class Front:
@@ -57,13 +51,14 @@ class Front:
         shared_cores: bool = False,
     ) -> None:
         self._fleet, self._limits = Fleet(peers), limits
-        self._direct = handoff == "transceiver"
         self._links = links or rpc.Links()
         self._flights: dict[str, Flight] = {}
         self._mean_s = 1.0
         self._totals = {"requests": 0, "failed": 0, "prompt_tokens": 0, "hit_tokens": 0, "completion_tokens": 0}
         self._background: set[asyncio.Future[Any]] = set()
         self._give_way = GiveWay(self._hold_all if shared_cores else None)
+        direct = handoff == "transceiver"
+        self._stages = Stages(self._fleet, self._links, self._give_way, direct, self._pass_on, self._cancel_later)
         self._loop = asyncio.new_event_loop()
         self._busy = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="front", daemon=True)
@@ -168,7 +163,7 @@ class Front:
         """From admission to the last response; nothing of the request is left anywhere afterwards."""
         error: KvtoolError | None = None
         try:
-            await asyncio.wait_for(self._serve(flight), max(0.0, flight.left_s))
+            await asyncio.wait_for(self._stages.serve(flight), max(0.0, flight.left_s))
         except asyncio.TimeoutError:
             error = DeadlinePassed(
                 f"{flight.asked.request_id}: not done within its deadline of {flight.asked.deadline_s:g} s "
@@ -204,110 +199,6 @@ class Front:
             type(error).__name__ if error else "none",
         )
 
-    async def _serve(self, flight: Flight) -> None:
-        tokens: tuple[int, ...] = ()
-        handoff = ""
-        while True:
-            await self._give_way.turn(flight)
-            if not tokens or self._direct:  # a context request serves one generation request
-                tokens, handoff = await self._prompt(flight)
-            if not self._direct:
-                await self._give_way.turn(flight)
-            made_s, flight.stage = time.monotonic(), "decode"
-            peer = await self._choose(flight)
-            if self._direct and time.monotonic() - made_s > _KEEPS_S:
-                continue
-            flight.instances["decode"] = peer.name
-            try:
-                await self._decode(flight, peer, tokens, handoff)
-                return
-            except Unavailable as error:
-                self._lost(flight, peer, error)
-                if isinstance(error, _ALIVE) and len(self._fleet.peers().of("decode")) == 1:
-                    raise
-                if len(flight.lost) >= SERVERS_LOST_MAX:
-                    raise Unavailable(
-                        f"{flight.asked.request_id}: {len(flight.lost)} decode servers were lost with this request, "
-                        f"the last so: {error}"
-                    ) from None
-
-    async def _prompt(self, flight: Flight) -> tuple[tuple[int, ...], str]:
-        """Prompt tokens, and a hand-off where a prefill server could be had.
-
-        Raises:
-            Unavailable: none could, and decode cannot do without.
-        """
-        flight.stage = "prefill"
-        peers = self._fleet.peers()
-        tokens: tuple[int, ...] = ()
-        handoff = ""
-        if self._direct:
-            await self._choose(flight, "prefill")
-            await self._choose(flight)  # who would pull the KV must be there first: it does not keep
-        if self._direct or (peers.pool_up and peers.of("prefill")):
-            tokens, handoff = await self._prefill(flight)
-        if self._direct and not tokens:
-            raise Unavailable(
-                f"{flight.asked.request_id}: no prefill server took the prompt, and decode servers only generate with "
-                "tensorrt_llm.handoff transceiver; try again later"
-            )
-        if not tokens:
-            flight.stage = "tokenize"
-            tokens = await self._tokenize(flight)
-        return tokens, handoff
-
-    async def _prefill(self, flight: Flight) -> tuple[tuple[int, ...], str]:
-        """Tokens and hand-off; ((), "") when no prefill server could be had, which costs time and no answer.
-
-        Raises:
-            Overloaded: every prefill server that was asked is full. Decode is not where that work should pile up.
-        """
-        full: Overloaded | None = None
-        for _ in range(2):
-            peer = self._fleet.choose("prefill", flight.chain)
-            if peer is None:
-                break
-            flight.instances["prefill"] = peer.name
-            ask = flight.ask()
-            flight.touched.append((peer, ask.request_id))
-            try:
-                with self._fleet.took(peer, flight.chain, flight.prompt_tokens, flight.left_s):
-                    text = flight.asked.text
-                    tokens, handoff, usage = await self._links.prefill(peer, text, ask, flight.left_s)
-            except Unavailable as error:
-                self._lost(flight, peer, error)
-                full = error if isinstance(error, Overloaded) else full
-                continue
-            flight.touched.pop()
-            flight.prefill_usage = usage
-            return tokens, handoff
-        flight.instances.pop("prefill", None)
-        if full is not None:
-            raise full
-        return (), ""
-
-    async def _tokenize(self, flight: Flight) -> tuple[int, ...]:
-        while True:
-            peer = await self._choose(flight)
-            try:
-                with self._fleet.took(peer, (), flight.prompt_tokens, flight.left_s):
-                    return await self._links.tokenize(peer, flight.asked.text, flight.ask(), flight.left_s)
-            except Unavailable as error:
-                self._lost(flight, peer, error)
-
-    async def _decode(self, flight: Flight, peer: Peer, tokens: tuple[int, ...], handoff: str) -> None:
-        ask = flight.ask()
-        flight.touched.append((peer, ask.request_id))
-        flight.resume.restart()
-        steps = self._links.decode(peer, tokens, ask, handoff, flight.left_s)
-        with self._fleet.took(peer, flight.chain, len(tokens) + ask.max_tokens, flight.left_s):
-            async with contextlib.aclosing(steps):
-                async for step in steps:
-                    if step.error is not None:
-                        raise step.error
-                    self._pass_on(flight, step)
-        flight.touched.pop()
-
     def _pass_on(self, flight: Flight, step: Step) -> None:
         """Send what is new to the client; the last step goes with the usage of the whole way."""
         tokens, text = flight.resume.take(step.tokens, step.text)
@@ -339,22 +230,6 @@ class Front:
             del self._flights[flight.asked.request_id]
             self._give_way.left(flight)
 
-    def _lost(self, flight: Flight, peer: Peer, error: KvtoolError) -> None:
-        flight.retries += 1
-        if peer.role == "decode" and not isinstance(error, _ALIVE):
-            flight.lost.add(peer.identity)
-        log.warning("instance failed request=%s instance=%s error=%s", flight.asked.request_id, peer.name, error)
-        if flight.touched and flight.touched[-1][0] == peer:
-            self._spawn(self._cancel(*flight.touched[-1]))
-
-    async def _choose(self, flight: Flight, role: str = "decode") -> Peer:
-        """An instance that may be tried now; waits for one until the deadline (in `_fly`) ends it."""
-        while True:
-            peer = self._fleet.choose(role, flight.chain)
-            if peer is not None:
-                return peer
-            await asyncio.sleep(_LOOK_S)
-
     # Cancelling.
 
     async def _watch(self) -> None:
@@ -378,6 +253,9 @@ class Front:
 
     async def _cancel_all(self, flight: Flight) -> None:
         await asyncio.gather(*(self._cancel(peer, name) for peer, name in flight.touched))
+
+    def _cancel_later(self, peer: Peer, request_id: str) -> None:
+        self._spawn(self._cancel(peer, request_id))
 
     async def _cancel(self, peer: Peer, request_id: str) -> None:
         """Best effort: a server that cannot be told is gone, or ends the request by its deadline."""
