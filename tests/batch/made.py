@@ -120,6 +120,9 @@ class Echo:
         if found:
             found[1](Ended(found[0].number, name, error=Cancelled(f"{name}: cancelled")))
 
+    def trouble(self) -> str:
+        return ""
+
     def close(self) -> None:
         self.closed = True
 

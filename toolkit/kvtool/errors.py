@@ -12,6 +12,7 @@
     │   ├── PoolUnavailable     no rank of the pool answers
     │   ├── PoolFull            no room, and nothing evictable; the reason is in the sentence
     │   ├── EngineFull          no free KV blocks in the engine for another sequence
+    │   ├── Unreachable         a client found no deployment that answers; what it asked for is not to blame
     │   └── Overloaded          refused early; `retry_after_s` says when to come back
     ├── LeaseLapsed             a read outlived its lease; the copy must be thrown away
     ├── BlockCorrupt            bytes did not match their checksum; counted, quarantined, a miss
@@ -73,6 +74,10 @@ class PoolFull(Unavailable):
 
 
 class EngineFull(Unavailable):
+    pass
+
+
+class Unreachable(Unavailable):
     pass
 
 

@@ -88,6 +88,9 @@ class EngineTarget:
     def cancel(self, name: str) -> None:
         self._worker.cancel(name)
 
+    def trouble(self) -> str:
+        return ""
+
     def close(self) -> None:
         self._worker.close()
 

@@ -88,7 +88,7 @@ def _run(
                 max_tokens=told.max_tokens,
                 concurrent=told.concurrent,
                 worked_s=worked_s,
-                stop=stop,
+                stop=lambda: stop() or target.trouble(),
                 tell=tell,
             )
             why = runner.run()
@@ -107,6 +107,9 @@ class _Nothing:
 
     def cancel(self, name: str) -> None:
         pass
+
+    def trouble(self) -> str:
+        return ""
 
     def close(self) -> None:
         pass
@@ -136,7 +139,8 @@ def open_target(told: Told, store: Store) -> Target:
     if told.where == "deployment":
         from kvtool.batch.live import LiveTarget
 
-        return LiveTarget(told.url, Path(told.run_dir) if told.run_dir else None, slots=told.concurrent)
+        run_dir = Path(told.run_dir) if told.run_dir else None
+        return LiveTarget(told.url, run_dir, slots=told.concurrent, model_digest=told.model_digest)
     from kvtool.batch.engine import EngineTarget
 
     slots, blocks = room(told, store, manifest.layout.block_size)

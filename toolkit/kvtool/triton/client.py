@@ -21,7 +21,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from kvtool.errors import DeadlinePassed, KvtoolError, Unavailable
+from kvtool.errors import DeadlinePassed, KvtoolError, Unavailable, Unreachable
 from kvtool.triton import wire
 from kvtool.triton.rpc import CHANNEL
 
@@ -38,6 +38,12 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "ignore_eos": ("BOOL", np.bool_),
 }
 """Optional input of the front model -> its type on the wire."""
+
+_SOON_AGAIN = [
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ def stream(
 
     Raises:
         RequestRefused, Overloaded, DeadlinePassed, Unavailable, KvtoolError: as the front says.
+        Unreachable: no front says anything.
     """
     inputs = _inputs(prompt, stop, options)
     got: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -90,6 +97,12 @@ def stream(
         client.close()
 
 
+def client_async(url: str) -> Any:
+    """One channel for many `stream_async`, of the running event loop. It looks for a server that went away every second
+    or so; gRPC's own pace slows down to two minutes. Whoever asks for it awaits its `close`."""
+    return triton_aio.InferenceServerClient(url, channel_args=[*CHANNEL, *_SOON_AGAIN])
+
+
 async def stream_async(
     url: str,
     prompt: str | Sequence[Mapping[str, str]],
@@ -100,7 +113,7 @@ async def stream_async(
     client: Any = None,
     **options: Any,
 ) -> AsyncGenerator[Piece, None]:
-    """As `stream`, in asyncio; `timeout_s` bounds the whole. `client`: a tritonclient.grpc.aio client to share."""
+    """As `stream`, in asyncio; `timeout_s` bounds the whole. `client`: of `client_async`, to share its channel."""
     inputs = _inputs(prompt, stop, options)
 
     async def once() -> AsyncGenerator[dict[str, Any], None]:
@@ -116,11 +129,11 @@ async def stream_async(
             yield piece
             if piece.finish_reason:
                 return
-        raise Unavailable(f"{url}: the stream ended before the answer did")
+        raise Unreachable(f"{url}: the stream ended before the answer did")
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlinePassed(f"{url}: no answer in {timeout_s:g} s") from None
-        raise Unavailable(f"{url}: {error.details() or error.code().name}") from None
+        raise Unreachable(f"{url}: {error.details() or error.code().name}") from None
     finally:
         responses.cancel()
         if client is None:
@@ -202,5 +215,8 @@ def _raised(url: str, error: Any) -> KvtoolError:
     message = str(error.message())
     status = str(error.status() or "")
     if "UNAVAILABLE" in status or "failed to connect" in message:
-        return Unavailable(f"{url}: no Triton server answers there: {message}")
-    return wire.error_from_text(message)
+        return Unreachable(f"{url}: no Triton server answers there: {message}")
+    found = wire.error_from_text(message)
+    if type(found) is Unavailable and not wire.is_ours(message):
+        return Unreachable(f"{url}: {found}")  # the front's own process is gone
+    return found

@@ -155,6 +155,11 @@ def error_from_text(text: str) -> KvtoolError:
     return KvtoolError(text.strip())
 
 
+def is_ours(text: str) -> bool:
+    """Whether kvtool said it, and not Triton."""
+    return bool(_SPOKEN.search(text))
+
+
 def _object(text: str, name: str, kind: type[KvtoolError] = RequestRefused) -> dict[str, Any]:
     try:
         raw = json.loads(text)
