@@ -15,5 +15,6 @@ class BenchGroup(LazyGroup):
         "engine": Entry("kvtool.cli.bench_engine:engine", "One engine in one process: prefill and decode speed."),
         "transfer": Entry("kvtool.cli.bench_transfer:transfer", "How fast blocks move, by path and size."),
         "batch": Entry("kvtool.cli.bench_batch:batch", "A job by prefix, beside the order of arrival."),
+        "batch-online": Entry("kvtool.cli.bench_batch_online:batch_online", "Online streams with a job beside them."),
         "files": Entry("kvtool.cli.bench_files:files", "A pool larger than its memory, beside raw disk I/O."),
     }

@@ -55,7 +55,7 @@ def serve(
             raise Refused("--spec starts a deployment and --run-dir takes a running one; give one of the two")
         found = _measure_running(run_dir.resolve(), prompt_tokens, max_tokens, rounds, idle, seed, as_json)
     else:
-        spec_file = spec or _default_spec(work_dir.resolve())
+        spec_file = spec or default_spec(work_dir.resolve())
         from kvtool.config.load import load_spec
 
         loaded, _ = load_spec(spec_file)
@@ -68,7 +68,7 @@ def serve(
         raise typer.Exit(1)
 
 
-def _default_spec(work_dir: Path) -> Path:
+def default_spec(work_dir: Path) -> Path:
     from kvtool.engine.build import build
 
     console.step(f"kvtool build {RECIPE}")
