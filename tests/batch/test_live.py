@@ -15,8 +15,10 @@ from kserve import KServe, Script
 
 import kvtool.batch.live as live
 import kvtool.triton.client as client
+from kvtool.batch.calibrate import Speed
 from kvtool.batch.line import Line
 from kvtool.batch.live import LiveTarget
+from kvtool.batch.measured import measured, speed_of
 from kvtool.batch.target import Ended, Published, Ready
 from kvtool.errors import (
     Cancelled,
@@ -28,6 +30,7 @@ from kvtool.errors import (
     RequestRefused,
     Unavailable,
 )
+from kvtool.triton.peers import Peer, Peers
 from kvtool.triton.process import look
 from kvtool.triton.wire import Step
 
@@ -326,3 +329,21 @@ def test_two_jobs_of_one_name_do_not_share_request_ids(
         assert ask(target(front.url), ready(1, name="out~1.jsonl.job-1-1")).finish
     ids = [one["request_id"] for one in front.asked]
     assert len(set(ids)) == 2 and all("~" not in each and len(each) <= 128 for each in ids)
+
+
+def test_the_time_of_a_live_job_is_told_by_the_rates_of_its_servers() -> None:
+    def said(role: str, compute: float | None, decode: float | None = None) -> dict[str, Any]:
+        return {"role": role, "rates": {"compute_tokens_s": compute, "decode_tokens_s": decode}}
+
+    one = said("decode", None, 20.0)
+    assert speed_of([said("prefill", 100.0), one]) == Speed(100.0, 20.0)
+    assert speed_of([said("prefill", 100.0), said("prefill", None), one, one]) == Speed(200.0, 40.0)
+    assert speed_of([said("decode", 50.0, 20.0)]) == Speed(50.0, 20.0)  # no prefill servers
+    assert speed_of([said("prefill", 100.0), said("decode", None)]) is None
+    assert speed_of([{"role": "prefill"}, one]) is None  # of another kind of worker
+
+
+def test_a_deployment_that_is_not_there_has_no_speed(tmp_path: Path) -> None:
+    assert measured(tmp_path) is None
+    Peers((Peer("prefill-0", "prefill", "127.0.0.1:1", 1),), True).write(tmp_path / "peers.json")
+    assert measured(tmp_path) is None

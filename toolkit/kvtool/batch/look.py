@@ -38,9 +38,17 @@ def plan_rows(made: Made) -> list[tuple[str, str]]:
         ("of these reused", f"{plan.reused} ({share:.0%}), in {plan.trees} groups that begin alike"),
         ("tokens to generate", f"at most {plan.tokens_out_max}"),
     ]
-    if made.estimate_s is not None:
+    if made.told.where == "deployment":
+        rows.append(("estimated time", _live_estimate(made.estimate_s)))
+    elif made.estimate_s is not None:
         rows.append(("estimated time", f"at most {duration(made.estimate_s)}"))
     return rows
+
+
+def _live_estimate(seconds: float | None) -> str:
+    if seconds is None:
+        return "not known: the deployment has measured no speed yet"
+    return f"about {duration(seconds)} beside no online traffic, by the speed it has measured so far"
 
 
 def duration(seconds: float) -> str:

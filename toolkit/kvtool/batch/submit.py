@@ -65,7 +65,7 @@ class Made:
     plan: Plan
     taken: Taken
     estimate_s: float | None = None
-    """From a short calibration; None where there was none."""
+    """From a short calibration, or the rates that a deployment has measured; None where there are none."""
 
 
 def make(wanted: Wanted, tell: Callable[[int, int], None] = lambda done, total: None) -> Made:
@@ -88,7 +88,7 @@ def make(wanted: Wanted, tell: Callable[[int, int], None] = lambda done, total: 
         raise Unavailable(f"{folder}: the job cannot be written there: {error.strerror or error}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return Made(folder, made.told, made.plan, made.taken)
+    return Made(folder, made.told, made.plan, made.taken, _live_estimate_s(wanted, made.plan))
 
 
 def planned(wanted: Wanted, tell: Callable[[int, int], None] = lambda done, total: None) -> Made:
@@ -98,10 +98,20 @@ def planned(wanted: Wanted, tell: Callable[[int, int], None] = lambda done, tota
     with tempfile.TemporaryDirectory(prefix="kvtool-plan-") as folder:
         made = _make(wanted, Path(folder), kind, manifest, words, tell)
     if wanted.live:
-        return made
+        return replace(made, estimate_s=_live_estimate_s(wanted, made.plan))
     from kvtool.batch.calibrate import calibrate, estimate_s
 
     return replace(made, estimate_s=estimate_s(made.plan, calibrate(wanted.engine, wanted.threads, wanted.concurrent)))
+
+
+def _live_estimate_s(wanted: Wanted, plan: Plan) -> float | None:
+    if wanted.run_dir is None:
+        return None
+    from kvtool.batch.calibrate import estimate_s
+    from kvtool.batch.measured import measured
+
+    speed = measured(wanted.run_dir)
+    return estimate_s(plan, speed) if speed is not None else None
 
 
 def _may_write(wanted: Wanted, folder: Path) -> None:
