@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvtool.batch.intake import Checks, Taken, read_again, rejected_in, spool, t
 from kvtool.batch.line import TEXT_URL
 from kvtool.batch.source import kind_of, lines, read_mapping
 from kvtool.batch.store import Store
-from kvtool.errors import KvtoolError, Refused, Unavailable
+from kvtool.errors import KvtoolError, Missing, Refused, Unavailable
 
 Take = Callable[..., tuple[Taken, Store]]
 
@@ -143,7 +144,7 @@ def test_messages_may_be_json_in_a_cell(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_become_lines(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
+    arrow = pytest.importorskip("pyarrow", exc_type=ImportError)
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "in.parquet"
     messages = [[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}]]
@@ -155,6 +156,29 @@ def test_parquet_rows_become_lines(tmp_path: Path) -> None:
     path.write_bytes(b"no parquet")
     with pytest.raises(Refused, match="not a Parquet file"):
         spooled(path, "parquet", {"prompt": "m"})
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'pyarrow'"), "need pyarrow; run: pip install 'kvtool\\[batch\\]'"),
+        (ImportError("wants NumPy 2"), "the one that is installed does not load: wants NumPy 2; run: pip install"),
+    ],
+)
+def test_without_pyarrow_a_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ImportError, said: str
+) -> None:
+    class Absent:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name.partition(".")[0] == "pyarrow":
+                raise error
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    (tmp_path / "in.parquet").write_bytes(b"PAR1")
+    with pytest.raises(Missing, match=said):
+        spooled(tmp_path / "in.parquet", "parquet", {"prompt": "m"})
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,13 @@ def _csv(path: Path, mapping: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 def _parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
-    except ImportError:
+    except ModuleNotFoundError:
         raise Missing("Parquet files need pyarrow; run: pip install 'kvtool[batch]'") from None
+    except (ImportError, AttributeError) as error:  # built for another numpy
+        raise Missing(
+            f"Parquet files need pyarrow, and the one that is installed does not load: {error}; run: pip install "
+            "'kvtool[batch]'"
+        ) from None
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises many kinds
