@@ -167,7 +167,6 @@ def test_each_other_refusal_is_a_sentence(kvtool: Kvtool, tmp_path: Path, smollm
         (["run", good, "--url", "x:1"], "--url needs --engine too"),
         (["run", good, "--run-dir", "nothing-here"], "no deployment in"),
         (["run", good, "--engine", "nothing-here"], "no engine here"),
-        (["run", good, *engine, "--max-tokens=-1"], "is not in the range x>=1"),
         (["status", "nothing-here"], "no batch job here"),
         (["resume", "nothing-here"], "no batch job here"),
         (["cancel", "nothing-here"], "no batch job here"),
