@@ -7,18 +7,25 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kserve import KServe, Script
+from made import Bytes, make_job, prompts, write_input
 
 import kvtool.batch.live as live
 import kvtool.triton.client as client
 from kvtool.batch.calibrate import Speed
+from kvtool.batch.job import INDEX, JOURNAL
+from kvtool.batch.journal import Journal
 from kvtool.batch.line import Line
 from kvtool.batch.live import LiveTarget
 from kvtool.batch.measured import measured, speed_of
+from kvtool.batch.rules import Limits
+from kvtool.batch.run import Runner
+from kvtool.batch.store import Store
 from kvtool.batch.target import Ended, Published, Ready
 from kvtool.errors import (
     Cancelled,
@@ -329,6 +336,70 @@ def test_two_jobs_of_one_name_do_not_share_request_ids(
         assert ask(target(front.url), ready(1, name="out~1.jsonl.job-1-1")).finish
     ids = [one["request_id"] for one in front.asked]
     assert len(set(ids)) == 2 and all("~" not in each and len(each) <= 128 for each in ids)
+
+
+def run_job(tmp_path: Path, running: LiveTarget, count: int) -> Runner:
+    told = make_job(tmp_path / "job", write_input(tmp_path / "in.jsonl", prompts(count)), concurrent=8)
+    with (
+        closing(Store(tmp_path / "job" / INDEX)) as store,
+        closing(Journal(tmp_path / "job" / JOURNAL, told.requests)) as journal,
+        (tmp_path / "in.jsonl").open("rb") as source,
+    ):
+        limits = Limits(attempts=1)
+        runner = Runner(tmp_path / "job", source, store, journal, Bytes(), running, limits, max_tokens=8, concurrent=8)
+        assert runner.run() == ""
+    return runner
+
+
+def test_a_deployment_that_is_full_lowers_how_many_run_and_loses_none(
+    tmp_path: Path, serve: Callable[..., KServe]
+) -> None:
+    lock, busy, refused, most = threading.Lock(), [0], [0], 2
+
+    def full(asked: dict[str, Any]) -> Iterator[Step]:
+        with lock:
+            if busy[0] == most:
+                refused[0] += 1
+                raise Overloaded(f"{most} requests are in flight", 0.1)
+            busy[0] += 1
+        try:
+            threading.Event().wait(0.01)  # a computation
+        finally:
+            with lock:
+                busy[0] -= 1
+        yield from script(asked)
+
+    front = serve(full)
+    running = LiveTarget(front.url, None, slots=8)
+    try:
+        runner = run_job(tmp_path, running, 40)
+    finally:
+        running.close()
+    assert runner.counts.done == 40 and runner.counts.failed == 0
+    assert 0 < refused[0] == runner.counts.retries < 40, refused
+
+
+def test_a_job_outlives_a_deployment_that_restarts_elsewhere(tmp_path: Path, serve: Callable[..., KServe]) -> None:
+    """With one attempt for each request: what nobody answered is no attempt."""
+    run_dir, fronts = tmp_path / "state", [serve()]
+    write_deployment(run_dir, fronts[0].url)
+
+    def moves(asked: dict[str, Any]) -> Iterator[Step]:
+        if len(fronts[0].asked) == 20:
+            fronts.append(serve())
+            write_deployment(run_dir, fronts[1].url)
+            threading.Thread(target=fronts[0].stop).start()
+            threading.Event().wait(1)  # until the channel is torn down
+        yield from script(asked)
+
+    fronts[0].script = moves
+    running = LiveTarget(None, run_dir, slots=8)
+    try:
+        runner = run_job(tmp_path, running, 60)
+    finally:
+        running.close()
+    assert runner.counts.done == 60 and runner.counts.failed == 0 and runner.counts.retries > 0
+    assert len(fronts[1].asked) >= 40
 
 
 def test_the_time_of_a_live_job_is_told_by_the_rates_of_its_servers() -> None:
