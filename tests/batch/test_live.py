@@ -381,11 +381,11 @@ def test_a_deployment_that_is_full_lowers_how_many_run_and_loses_none(
 
 def test_a_job_outlives_a_deployment_that_restarts_elsewhere(tmp_path: Path, serve: Callable[..., KServe]) -> None:
     """With one attempt for each request: what nobody answered is no attempt."""
-    run_dir, fronts = tmp_path / "state", [serve()]
+    run_dir, fronts, moving = tmp_path / "state", [serve()], threading.Lock()
     write_deployment(run_dir, fronts[0].url)
 
     def moves(asked: dict[str, Any]) -> Iterator[Step]:
-        if len(fronts[0].asked) == 20:
+        if len(fronts[0].asked) >= 20 and moving.acquire(blocking=False):
             fronts.append(serve())
             write_deployment(run_dir, fronts[1].url)
             threading.Thread(target=fronts[0].stop).start()
@@ -399,7 +399,7 @@ def test_a_job_outlives_a_deployment_that_restarts_elsewhere(tmp_path: Path, ser
     finally:
         running.close()
     assert runner.counts.done == 60 and runner.counts.failed == 0 and runner.counts.retries > 0
-    assert len(fronts[1].asked) >= 40
+    assert len(fronts[1].asked) > 20
 
 
 def test_the_time_of_a_live_job_is_told_by_the_rates_of_its_servers() -> None:
