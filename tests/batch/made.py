@@ -11,7 +11,8 @@ from random import Random
 from typing import Any
 
 from kvtool.batch.intake import Checks, take_in
-from kvtool.batch.job import INDEX, JOB, Told, write_whole
+from kvtool.batch.job import INDEX, JOB, JOURNAL, Told, write_whole
+from kvtool.batch.journal import Journal
 from kvtool.batch.line import TEXT_URL
 from kvtool.batch.store import Store
 from kvtool.batch.target import Ended, Published, Ready, Tell
@@ -53,6 +54,7 @@ def make_job(folder: Path, source: Path, **changes: Any) -> Told:
     taken = take_in(source, folder, store, Bytes(), Checks(CONTEXT, BLOCK, 8), lambda done, total: None)
     store.arrange(BLOCK, 1000)
     store.close()
+    Journal.make(folder / JOURNAL)
     fields: dict[str, Any] = {
         "job_id": "job",
         "source": str(source),

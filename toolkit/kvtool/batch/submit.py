@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtool.batch.intake import Checks, Taken, spool, take_in
-from kvtool.batch.job import INDEX, JOB, Told, read_job, write_whole
+from kvtool.batch.job import INDEX, JOB, JOURNAL, Told, read_job, write_whole
+from kvtool.batch.journal import Journal
 from kvtool.batch.order import Plan
 from kvtool.batch.source import kind_of
 from kvtool.batch.store import Store
@@ -169,6 +170,7 @@ def _make(
         threads=wanted.threads,
         created_s=time.time(),
     )
+    Journal.make(folder / JOURNAL)
     write_whole(folder / JOB, told.model_dump_json(indent=2).encode() + b"\n")
     return Made(folder, told, plan, taken)
 
