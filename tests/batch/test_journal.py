@@ -172,7 +172,7 @@ def test_a_write_that_came_to_the_disk_in_part_is_cut_off_where_its_middle_is_mi
 
 def test_a_journal_that_is_gone_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     for opened in (Journal, Journal.reading):
-        with pytest.raises(Refused, match="the job's journal cannot be opened.*nobody knows what is answered"):
+        with pytest.raises(Refused, match=r"the job's journal cannot be opened.*nobody knows what is answered"):
             opened(tmp_path / "journal", COUNT)
     assert not (tmp_path / "journal").exists()
 

@@ -59,7 +59,7 @@ def test_the_sorted_order_computes_each_block_of_the_tree_once(seed: int) -> Non
 def fill(store: Store, made: list[list[int]], outs: list[int]) -> None:
     for number, (tokens, out) in enumerate(zip(made, outs, strict=True)):
         added = store.add(
-            Entry(number, f"r{number}", number + 1, number * 10, 10, False, len(tokens), out, path(tokens))
+            Entry(number, f"r{number}", number + 1, number * 10, 10, 0, False, len(tokens), out, path(tokens))
         )
         assert added is None
 
@@ -101,7 +101,7 @@ def test_arrival_order_is_that_of_the_input(tmp_path: Path) -> None:
 def test_a_custom_id_that_was_there_names_the_line_that_has_it(tmp_path: Path) -> None:
     store = Store.make(tmp_path / "index")
     fill(store, [[1]], [1])
-    assert store.add(Entry(1, "r0", 7, 0, 1, False, 1, 1, b"")) == 1
+    assert store.add(Entry(1, "r0", 7, 0, 1, 0, False, 1, 1, b"")) == 1
 
 
 def test_one_that_shares_with_one_in_flight_waits_until_that_is_published() -> None:

@@ -22,7 +22,7 @@ from kvtool.batch.results import errors_path, write_results
 from kvtool.batch.rules import Limits
 from kvtool.batch.run import Runner
 from kvtool.batch.store import Store
-from kvtool.errors import EngineFailed, KvtoolError, Overloaded, RequestRefused, Unavailable
+from kvtool.errors import EngineFailed, KvtoolError, Overloaded, Refused, RequestRefused, Unavailable, Unreachable
 
 COUNT = 40
 LIMITS = Limits(attempts=3, backoff_s=0.001)
@@ -122,6 +122,30 @@ def test_being_told_to_come_later_is_no_attempt_and_lowers_the_pressure(job: Pat
     assert_whole(job)
 
 
+def test_an_outage_uses_up_no_requests(job: Path) -> None:
+    """The target is away for thirty tries in a row, in the middle of the job; the wait doubles up to a limit."""
+    tries: list[int] = []
+
+    def fails(number: int, attempt: int) -> KvtoolError | None:
+        tries.append(number)
+        return Unreachable("no deployment answers") if 10 < len(tries) <= 40 else None
+
+    why, runner = run(job, Echo(fails=fails), Limits(attempts=3, backoff_s=0.001, backoff_s_max=0.01))
+    assert why == "" and runner.counts.retries == 30 and runner.counts.failed == 0
+    assert_whole(job)
+
+
+def test_a_request_that_ends_the_target_each_time_is_given_up(job: Path) -> None:
+    def fails(number: int, attempt: int) -> KvtoolError | None:
+        return Unreachable("it is gone") if number == 7 else None
+
+    target = Echo(fails=fails)
+    assert run(job, target, Limits(attempts=2, backoff_s=0.001, backoff_s_max=0.002))[0] == ""
+    (failed,) = results(job)[1]
+    assert failed["custom_id"] == "r7" and failed["error"] == {"code": "unavailable", "message": "it is gone"}
+    assert target.started.count(7) == 20
+
+
 def test_cancel_leaves_what_is_answered_and_resume_does_the_rest(job: Path) -> None:
     held = set(range(0, COUNT, 2))
     target = Echo(held=held.__contains__)
@@ -166,12 +190,17 @@ def test_the_jobs_time_counts_over_its_runs(job: Path) -> None:
     assert why == "the job's time of 5 s is up"
 
 
-def test_a_changed_input_is_an_error_of_that_request(job: Path) -> None:
+def test_a_changed_input_stops_the_job_and_it_goes_on_with_the_old_one(job: Path) -> None:
     source = job.parent / "in.jsonl"
-    source.write_bytes(source.read_bytes().replace(b'"r9"', b'"rx"'))
-    run(job, Echo())
-    (failed,) = results(job)[1]
-    assert failed["custom_id"] == "r9" and "was changed while the job ran" in failed["error"]["message"]
+    before = source.read_bytes()
+    source.write_bytes(before.replace(b'"max_tokens": 4}}', b'"max_tokens": 5}}'))
+    target = Echo()
+    with pytest.raises(Refused, match=r"line \d+ of the input \('r\d+'\) was changed while the job ran"):
+        run(job, target)
+    assert not target.started
+    source.write_bytes(before)
+    assert run(job, Echo())[0] == ""
+    assert_whole(job)
 
 
 class Killing(RealFiles):
@@ -243,7 +272,6 @@ def test_killed_twenty_times_at_random_every_answer_is_there_once(tmp_path: Path
 
 def test_nobody_else_may_work_on_it(job: Path) -> None:
     from kvtool.batch.job import is_worked_on, working_on
-    from kvtool.errors import Refused
 
     assert not is_worked_on(job)
     with working_on(job):

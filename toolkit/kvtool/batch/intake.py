@@ -7,11 +7,12 @@ ones are written down with number and reason. Memory does not grow with the file
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
+import xxhash
 from blake3 import blake3
 
 from kvtool.batch.job import REJECTED, REQUESTS
@@ -19,7 +20,7 @@ from kvtool.batch.line import CHAT_URL, BadLine, Line, read_line
 from kvtool.batch.order import path_of
 from kvtool.batch.source import Raw, lines, rows
 from kvtool.batch.store import Entry, Store
-from kvtool.errors import KvtoolError, Refused, RequestRefused, Unavailable
+from kvtool.errors import Refused, RequestRefused, Unavailable
 from kvtool.kv.block import block_keys
 
 _SEED = blake3(b"kvtool batch order").digest()
@@ -81,7 +82,9 @@ def spool(source: Path, kind: str, columns: dict[str, str], folder: Path) -> Pat
             for row in rows(source, kind, columns):
                 file.write(json.dumps(row, default=str) + "\n")
     except OSError as error:
-        raise Unavailable(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise Unavailable(
+            f"{path}: the rows cannot be written down ({error.strerror or error}); make room, then submit the job again"
+        ) from None
     return path
 
 
@@ -94,9 +97,13 @@ def take_in(
         Refused: no line is a request, or one is not and `stop_at_bad` was asked for.
         Unavailable: a disk is full.
     """
-    taken, size, hashed = Taken(), path.stat().st_size, blake3()
+    taken, hashed = Taken(), blake3()
     try:
-        with path.open("rb") as file, (folder / REJECTED).open("w", encoding="ascii") as bad:
+        file, size = path.open("rb"), path.stat().st_size
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        with file, (folder / REJECTED).open("w", encoding="ascii") as bad:
             for count, raw in enumerate(lines(_Hashing(file, hashed))):  # type: ignore[arg-type]
                 if count % _TELL_EVERY == 0:
                     tell(raw.at, size)
@@ -106,7 +113,10 @@ def take_in(
                 except BadLine as error:
                     _reject(raw, error, taken, bad, checks.stop_at_bad, path)
     except OSError as error:
-        raise Unavailable(f"{folder}: the index cannot be written: {error.strerror or error}") from None
+        raise Unavailable(
+            f"{folder}: the index of the job cannot be written ({error.strerror or error}); make room, then submit the "
+            "job again"
+        ) from None
     tell(size, size)
     taken.digest = hashed.hexdigest()
     if not taken.requests:
@@ -142,7 +152,8 @@ def _index(raw: Raw, number: int, store: Store, words: Words, checks: Checks) ->
     out = min(wanted, checks.context_tokens_max - len(tokens))
     path = path_of(block_keys(_SEED, tokens, checks.block_tokens))
     chat = line.url == CHAT_URL
-    taken_by = store.add(Entry(number, line.custom_id, raw.line, raw.at, len(raw.data), chat, len(tokens), out, path))
+    at, size, mark = raw.at, len(raw.data), mark_of(raw.data)
+    taken_by = store.add(Entry(number, line.custom_id, raw.line, at, size, mark, chat, len(tokens), out, path))
     if taken_by is not None:
         raise BadLine(
             "duplicate_custom_id",
@@ -182,26 +193,29 @@ def _reject(raw: Raw, error: BadLine, taken: Taken, bad: object, stop: bool, pat
     bad.write(json.dumps(record) + "\n")  # type: ignore[attr-defined]
 
 
-def rejected_in(folder: Path) -> list[dict[str, object]]:
+def rejected_in(folder: Path) -> Iterator[dict[str, Any]]:
     """What intake wrote down, in input order."""
     with (folder / REJECTED).open(encoding="ascii") as file:
-        return [json.loads(line) for line in file]
+        for line in file:
+            yield json.loads(line)
 
 
 def read_again(file: BinaryIO, entry: Entry) -> Line:
     """The request of `entry` from the open input.
 
     Raises:
-        KvtoolError: the file has something else there now.
+        Refused: the file has something else there now.
     """
     file.seek(entry.at)
-    try:
-        line = read_line(file.read(entry.size))
-    except BadLine as error:
-        raise KvtoolError(f"line {entry.line} of the input was changed while the job ran: {error}") from None
-    if line.custom_id != entry.custom_id:
-        raise KvtoolError(
-            f"line {entry.line} of the input was changed while the job ran: it was {entry.custom_id!r:.60}, it is "
-            f"{line.custom_id!r:.60}"
+    data = file.read(entry.size)
+    if mark_of(data) != entry.mark:
+        raise Refused(
+            f"line {entry.line} of the input ({entry.custom_id!r:.60}) was changed while the job ran; put the file "
+            "back as it was, then resume the job"
         )
-    return line
+    return read_line(data)
+
+
+def mark_of(data: bytes) -> int:
+    """By which a line is known again; a whole number as SQLite holds it."""
+    return xxhash.xxh3_64_intdigest(data) >> 1

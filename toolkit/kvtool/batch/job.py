@@ -1,12 +1,13 @@
 """A job's directory, and who may work on it.
 
-job.json        what the job was told; written once
+job.json        what the job was told; written once, locked by whoever writes the results
 requests.jsonl  the rows of a table as JSON lines; absent where the input is JSON lines already
-index.sqlite    which requests there are and in which order they run; made again where it is missing
+index.sqlite    which requests there are and in which order they run; never changed
 rejected.jsonl  lines that are no requests, with number and reason
 journal         what came of each request
 progress.json   for `status`, replaced about once a second
 lock, cancel    held by whoever works on it; asks it to stop
+log             what a job in the background said
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +23,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvtool.batch.journal import sync_directory
-from kvtool.errors import Refused
+from kvtool.batch.journal import sync
+from kvtool.errors import Refused, Unavailable
 
 JOB, INDEX, JOURNAL, REJECTED, REQUESTS = "job.json", "index.sqlite", "journal", "rejected.jsonl", "requests.jsonl"
 PROGRESS, CANCEL, LOCK = "progress.json", "cancel", "lock"
+_PROBE_S = 0.5
+"""Whoever only looks holds the lock for an instant; whoever wants to work outwaits that."""
 
 
 class Told(BaseModel):
@@ -33,7 +37,7 @@ class Told(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    version: int = 1
+    version: Literal[1] = 1
     job_id: str
     source: str
     """Absolute path of the input."""
@@ -101,7 +105,7 @@ def write_whole(path: Path, data: bytes) -> None:
     finally:
         os.close(handle)
     new.replace(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_progress(folder: Path, progress: dict[str, Any]) -> None:
@@ -120,20 +124,29 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def working_on(folder: Path) -> Iterator[None]:
+def working_on(folder: Path, wait_s: float = _PROBE_S) -> Iterator[None]:
     """Nobody else works on the job meanwhile; ends with the process, however it ends.
 
     Raises:
         Refused: somebody does already.
+        Unavailable: the job's directory cannot be written to.
     """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until_s = time.monotonic() + wait_s
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(
-                f"{folder}: another process works on this job; look with: kvtool batch status {folder}"
-            ) from None
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Unavailable(f"{folder}: the job cannot be locked: {error.strerror or error}") from None
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise Refused(
+                        f"{folder}: another process works on this job; look with: kvtool batch status {folder}"
+                    ) from None
+            time.sleep(0.01)
         yield
     finally:
         os.close(handle)
@@ -141,9 +154,20 @@ def working_on(folder: Path) -> Iterator[None]:
 
 def is_worked_on(folder: Path) -> bool:
     try:
-        with working_on(folder):
+        with working_on(folder, 0.0):
             return False
     except Refused:
         return True
-    except OSError:
+    except Unavailable:
         return False
+
+
+@contextmanager
+def writing_results(folder: Path) -> Iterator[None]:
+    """One writer at a time, or two would fill one file; the other waits for as long as writing takes."""
+    handle = os.open(folder / JOB, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -98,12 +98,17 @@ def read_line(raw: bytes) -> Line:
     if len(raw) > LINE_SIZE_MAX:
         raise BadLine("line_too_long", f"wanted at most {LINE_SIZE_MAX} bytes in a line, found {len(raw)}")
     try:
-        found = json.loads(raw)
+        return read_request(json.loads(raw.decode("utf-8-sig")))
     except UnicodeDecodeError as error:
         raise BadLine("invalid_json", f"wanted UTF-8, found byte 0x{raw[error.start]:02x}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise BadLine(
+            "invalid_json", "wanted one JSON object, found lists or objects within each other too deep"
+        ) from None
+    except BadLine:
+        raise
+    except ValueError as error:
         raise BadLine("invalid_json", f"wanted one JSON object, found no JSON ({error})") from None
-    return read_request(found)
 
 
 def read_request(found: Any) -> Line:
@@ -114,11 +119,20 @@ def read_request(found: Any) -> Line:
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_MAX:
         said = "none" if custom_id is None else f"{custom_id!r:.60}"
         raise BadLine("missing_custom_id", f"custom_id: wanted a text of 1 to {CUSTOM_ID_MAX} characters, found {said}")
+    _whole_text(custom_id, "custom_id")
     try:
         return _request(custom_id, found)
     except BadLine as error:
         error.custom_id = custom_id
         raise
+
+
+def _whole_text(value: Any, what: str) -> None:
+    """JSON can write half of a surrogate pair, which is no character: no tokenizer, and no file in UTF-8, takes it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadLine("invalid_body", f"{what}: wanted text, found half a character ({value[error.start]!r})") from None
 
 
 def _request(custom_id: str, found: dict[str, Any]) -> Line:
@@ -170,6 +184,8 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message.get("content"), str):
             found = _kind(message.get("content"))
             raise BadLine("invalid_body", f"body.messages[{index}].content: wanted text, found {found}")
+        _whole_text(message["content"], f"body.messages[{index}].content")
+        _whole_text(message["role"], f"body.messages[{index}].role")
     return messages
 
 
@@ -178,6 +194,7 @@ def _prompt(body: dict[str, Any]) -> str | tuple[int, ...]:
         raise BadLine("invalid_body", f"body.messages belongs to {CHAT_URL}; give a prompt, or change the url")
     prompt = body.get("prompt")
     if isinstance(prompt, str) and prompt:
+        _whole_text(prompt, "body.prompt")
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return tuple(prompt)
@@ -202,6 +219,8 @@ def _stop(body: dict[str, Any]) -> tuple[str, ...]:
         raise BadLine("invalid_body", f"body.stop: wanted texts of 1 to 1000 characters, found {stop!r:.60}")
     if len(texts) > 16:
         raise BadLine("invalid_body", f"body.stop: wanted at most 16, found {len(texts)}")
+    for text in texts:
+        _whole_text(text, "body.stop")
     return tuple(texts)
 
 

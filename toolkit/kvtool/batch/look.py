@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvtool.batch.job import INDEX, JOURNAL, is_worked_on, read_job, read_progress
+from kvtool.batch.job import JOURNAL, is_worked_on, read_job, read_progress
 from kvtool.batch.journal import Journal
 from kvtool.batch.results import write_results
 from kvtool.batch.run import Counts
-from kvtool.batch.store import Store
-from kvtool.batch.submit import Made
+from kvtool.batch.submit import Made, reopen
 from kvtool.batch.work import Worked
 
 
@@ -134,10 +133,10 @@ def write_so_far(folder: Path, output: Path | None) -> Worked:
         Refused: no job there.
         Unavailable: the results cannot be written.
     """
-    told, target = read_job(folder), output or Path(read_job(folder).output)
-    counts = Counts(requests=told.requests)
+    told, store = reopen(folder)
+    target, counts = output or Path(told.output), Counts(requests=told.requests)
     with (
-        contextlib.closing(Store(folder / INDEX)) as store,
+        contextlib.closing(store),
         contextlib.closing(Journal.reading(folder / JOURNAL, told.requests)) as journal,
     ):
         answered, failed = write_results(told, folder, store, journal, target)

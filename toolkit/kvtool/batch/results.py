@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvtool.batch.intake import rejected_in
-from kvtool.batch.job import Told
-from kvtool.batch.journal import Journal, sync_directory
+from kvtool.batch.job import Told, writing_results
+from kvtool.batch.journal import Journal, sync
 from kvtool.batch.store import Store
 from kvtool.errors import Unavailable
 
@@ -35,33 +35,34 @@ def write_results(told: Told, folder: Path, store: Store, journal: Journal, outp
     """
     errors = errors_path(output)
     news = [path.with_name(f".{path.name}.{told.job_id}.new") for path in (output, errors)]
-    try:
-        with news[0].open("wb") as good, news[1].open("wb") as bad:
-            counts = _write(told, folder, store, journal, good, bad)
-            for file in (good, bad):
-                file.flush()
-                os.fsync(file.fileno())
-        news[0].replace(output)
-        if counts[1]:
-            news[1].replace(errors)
-        else:
-            news[1].unlink()
-            errors.unlink(missing_ok=True)
-        sync_directory(output.parent)
-    except OSError as error:
-        for path in news:
-            path.unlink(missing_ok=True)
-        raise Unavailable(
-            f"{output}: the results cannot be written ({error.strerror or error}); they are safe in {folder}: make "
-            f"room, then: kvtool batch results {folder}"
-        ) from None
+    with writing_results(folder):
+        try:
+            with news[0].open("wb") as good, news[1].open("wb") as bad:
+                counts = _write(told, folder, store, journal, good, bad)
+                for file in (good, bad):
+                    file.flush()
+                    os.fsync(file.fileno())
+            news[0].replace(output)
+            if counts[1]:
+                news[1].replace(errors)
+            else:
+                errors.unlink(missing_ok=True)
+            sync(output.parent)
+        except OSError as error:
+            raise Unavailable(
+                f"{output}: the results cannot be written ({error.strerror or error}); they are safe in {folder}: make "
+                f"room, then: kvtool batch results {folder}"
+            ) from None
+        finally:
+            for path in news:
+                path.unlink(missing_ok=True)
     return counts
 
 
 def _write(told: Told, folder: Path, store: Store, journal: Journal, good: BinaryIO, bad: BinaryIO) -> tuple[int, int]:
     written = [0, 0]
     requests = _requests(told, store, journal)
-    rejected = ((int(str(one["line"])), False, _rejected(told, one)) for one in rejected_in(folder))
+    rejected = ((int(one["line"]), False, _rejected(told, one)) for one in rejected_in(folder))
     for _, fine, record in heapq.merge(requests, rejected, key=lambda item: item[0]):
         (good if fine else bad).write(json.dumps(record).encode() + b"\n")
         written[not fine] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from kvtool.errors import (
@@ -14,7 +14,11 @@ from kvtool.errors import (
     Overloaded,
     Refused,
     Unavailable,
+    Unreachable,
 )
+
+PARTS = 10
+"""That one attempt has."""
 
 
 def code_of(error: KvtoolError) -> str:
@@ -36,7 +40,7 @@ def code_of(error: KvtoolError) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """`attempts`: of one request that fails for reasons that may pass; being told to come later is no attempt.
+    """`attempts`: of one request that fails for reasons that may pass; see `parts_of` for what counts as one.
     `request_s`: of one attempt. `job_s`: of all of the job, over all its runs. `tokens`: that the job may generate."""
 
     attempts: int = 3
@@ -53,6 +57,13 @@ class Again:
 
     at_s: float
     counts: bool = True
+
+
+def parts_of(error: KvtoolError) -> int:
+    """How much of an attempt a failure uses up: nothing where the request was told to come later, a little where there
+    was no deployment. An outage is not the request's fault, but one that ends the deployment must not do so for ever.
+    """
+    return 0 if isinstance(error, Overloaded) else 1 if isinstance(error, Unreachable) else PARTS
 
 
 def after_failure(error: KvtoolError, attempts: int, limits: Limits, now_s: float, rng: Random) -> Again | None:
@@ -78,15 +89,27 @@ class Pressure:
 
     most: int
     allowed: float = 4.0
-    calm_at_s: float = field(default=0.0)
+    calm_at_s: float = 0.0
+    away: int = 0
+    """Calms since the last answer in which the target could not serve at all."""
 
     def succeeded(self) -> None:
+        self.away = 0
         self.allowed = min(float(self.most), self.allowed + 1.0 / max(self.allowed, 1.0))
 
     def refused(self, now_s: float, retry_after_s: float) -> None:
         if now_s >= self.calm_at_s:
             self.allowed = max(1.0, self.allowed / 2)
             self.calm_at_s = now_s + max(retry_after_s, 0.1)
+
+    def unserved(self, now_s: float, limits: Limits) -> None:
+        """The target did not answer, or could not: the wait doubles until it does, so that an outage uses up few
+        attempts."""
+        if now_s >= self.calm_at_s:
+            wait_s = min(limits.backoff_s_max, limits.backoff_s * 2.0 ** min(self.away, 30))
+            self.away += 1
+            self.allowed = max(1.0, self.allowed / 2)
+            self.calm_at_s = now_s + wait_s
 
     @property
     def slots(self) -> int:

@@ -7,8 +7,12 @@ rest.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import queue
+import re
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,10 +24,10 @@ from kvtool.batch.intake import Words, prompt_tokens, read_again
 from kvtool.batch.job import CANCEL, write_progress
 from kvtool.batch.journal import Journal
 from kvtool.batch.order import Gate
-from kvtool.batch.rules import Limits, Pressure, after_failure, code_of
+from kvtool.batch.rules import PARTS, Limits, Pressure, after_failure, code_of, parts_of
 from kvtool.batch.store import Entry, Store
 from kvtool.batch.target import Ended, Published, Ready, Target
-from kvtool.errors import KvtoolError, Overloaded
+from kvtool.errors import KvtoolError, Overloaded, Unavailable
 
 LOOKAHEAD = 64
 """Requests that are looked through for one that need not wait for another's prefix."""
@@ -72,12 +76,11 @@ class Counts:
 
 @dataclass
 class _Attempts:
-    """A request that is not over: how often it failed, and when it may be tried again."""
+    """A request that is not over: how much of its attempts its failures used up (see `parts_of`), how often it ran."""
 
     entry: Entry
-    failed: int = 0
+    parts: int = 0
     started: int = 0
-    at_s: float = 0.0
 
 
 class Runner:
@@ -102,6 +105,7 @@ class Runner:
         now_s: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
+        self._names = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:64]}-{uuid.uuid4().hex[:6]}"
         self._folder, self._source, self._journal, self._words = folder, source, journal, words
         self._target, self._limits, self._max_tokens = target, limits, max_tokens
         self._stop, self._tell, self._now_s, self._rng = stop, tell, now_s, Random(seed)
@@ -111,7 +115,8 @@ class Runner:
         self._queue: queue.SimpleQueue[Published | Ended] = queue.SimpleQueue()
         self._coming: Iterator[Entry] = (entry for entry in store.by_place() if entry.number not in journal)
         self._ahead: deque[_Attempts] = deque()
-        self._again: list[_Attempts] = []
+        self._again: list[tuple[float, int, _Attempts]] = []  # a heap: when, in which order, what
+        self._order = itertools.count()
         self._running: dict[str, _Attempts] = {}
         self._records: list[tuple[int, dict[str, Any]]] = []
         self._began_s, self._worked_s = now_s(), worked_s
@@ -125,12 +130,13 @@ class Runner:
 
         Raises:
             Unavailable: the journal cannot be written any more. What was over before stays so.
+            Refused: the input was changed meanwhile.
         """
         why = ""
         try:
             while self.counts.over < self.counts.requests and not why:
                 self._start_some()
-                self._hear(_TURN_S)
+                self._hear(self._idle_s(self._now_s()))
                 why = self._why_stop()
         finally:
             self._end_running()
@@ -149,11 +155,8 @@ class Runner:
 
     def _choose(self, now_s: float) -> _Attempts | None:
         """The next that need not wait. With nothing running nobody is to be waited for."""
-        due = [attempts for attempts in self._again if attempts.at_s <= now_s]
-        if due:
-            first = min(due, key=lambda attempts: attempts.at_s)
-            self._again.remove(first)
-            return first
+        if self._again and self._again[0][0] <= now_s:
+            return heapq.heappop(self._again)[2]
         while len(self._ahead) < LOOKAHEAD and (entry := next(self._coming, None)) is not None:
             self._ahead.append(_Attempts(entry))
         for index, attempts in enumerate(self._ahead):
@@ -162,14 +165,24 @@ class Runner:
                 return attempts
         return None
 
+    def _idle_s(self, now_s: float) -> float:
+        """How long there is nothing to do but to listen."""
+        if not self._again or len(self._running) >= self._pressure.slots:
+            return _TURN_S
+        return min(_TURN_S, max(0.001, max(self._again[0][0], self._pressure.calm_at_s) - now_s))
+
     def _start(self, attempts: _Attempts, now_s: float) -> None:
+        """
+        Raises:
+            Refused: the input was changed. The job stops, and goes on with the file that it was checked on.
+        """
         entry = attempts.entry
+        line = read_again(self._source, entry)
         attempts.started += 1
-        name = f"{self._folder.name[:64]}-{entry.number}-{attempts.started}"
+        name = f"{self._names}-{entry.number}-{attempts.started}"
         self._running[name] = attempts
         self._gate.started(entry.number, entry.path)
         try:
-            line = read_again(self._source, entry)
             tokens = tuple(prompt_tokens(line, self._words))
         except KvtoolError as error:
             self._queue.put(Ended(entry.number, name, error=error))
@@ -209,11 +222,12 @@ class Runner:
         self._gate.failed(event.number)
         if isinstance(event.error, Overloaded):
             self._pressure.refused(now_s, event.error.retry_after_s)
-        attempts.failed += not isinstance(event.error, Overloaded)
-        again = after_failure(event.error, attempts.failed, self._limits, now_s, self._rng)
+        elif isinstance(event.error, Unavailable):
+            self._pressure.unserved(now_s, self._limits)
+        attempts.parts += parts_of(event.error)
+        again = after_failure(event.error, attempts.parts // PARTS, self._limits, now_s, self._rng)
         if again is not None:
-            attempts.at_s = again.at_s
-            self._again.append(attempts)
+            heapq.heappush(self._again, (again.at_s, next(self._order), attempts))
             self.counts.retries += 1
         elif not self._ends_by_us(event.error):
             record = {"custom_id": attempts.entry.custom_id, "attempts": attempts.started}

@@ -16,8 +16,9 @@ from kvtool.errors import Unavailable
 
 _TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, custom_id TEXT NOT NULL UNIQUE, line INTEGER NOT NULL,
-    at INTEGER NOT NULL, size INTEGER NOT NULL, chat INTEGER NOT NULL, tokens_in INTEGER NOT NULL,
-    tokens_out INTEGER NOT NULL, path BLOB NOT NULL, tree INTEGER, shared INTEGER, place INTEGER);
+    at INTEGER NOT NULL, size INTEGER NOT NULL, mark INTEGER NOT NULL, chat INTEGER NOT NULL,
+    tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL, path BLOB NOT NULL,
+    tree INTEGER, shared INTEGER, place INTEGER);
 CREATE TABLE trees (tree INTEGER PRIMARY KEY, longest INTEGER NOT NULL, tokens INTEGER NOT NULL);
 """
 _BATCH = 1000
@@ -25,13 +26,15 @@ _BATCH = 1000
 
 @dataclass(frozen=True)
 class Entry:
-    """One request. `number`: its place in the input, from 0. `at`, `size`: its line's bytes in the file."""
+    """One request. `number`: its place in the input, from 0. `at`, `size`: its line's bytes in the file, `mark`: by
+    which they are known again (`intake.mark_of`)."""
 
     number: int
     custom_id: str
     line: int
     at: int
     size: int
+    mark: int
     chat: bool
     tokens_in: int
     tokens_out: int
@@ -56,11 +59,11 @@ class Store:
 
     def add(self, entry: Entry) -> int | None:
         """None: taken in. Else the line of the request that has this custom_id already."""
-        values = (entry.number, entry.custom_id, entry.line, entry.at, entry.size, entry.chat)
+        values = (entry.number, entry.custom_id, entry.line, entry.at, entry.size, entry.mark, entry.chat)
         try:
             self._db.execute(
-                "INSERT INTO requests (number, custom_id, line, at, size, chat, tokens_in, tokens_out, path) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO requests (number, custom_id, line, at, size, mark, chat, tokens_in, tokens_out, path) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*values, entry.tokens_in, entry.tokens_out, entry.path),
             )
         except sqlite3.IntegrityError:
@@ -121,7 +124,7 @@ class Store:
 
     def _page(self, column: str, start: int) -> list[Entry]:
         rows = self._db.execute(
-            "SELECT number, custom_id, line, at, size, chat, tokens_in, tokens_out, path FROM requests "
+            "SELECT number, custom_id, line, at, size, mark, chat, tokens_in, tokens_out, path FROM requests "
             f"WHERE {column} >= ? ORDER BY {column} LIMIT {_BATCH}",
             (start,),
         )

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from kvtool.batch.intake import Checks, Taken, spool, take_in
 from kvtool.batch.job import INDEX, JOB, JOURNAL, Told, read_job, write_whole
-from kvtool.batch.journal import Journal
+from kvtool.batch.journal import Journal, sync
 from kvtool.batch.order import Plan
+from kvtool.batch.results import errors_path
 from kvtool.batch.source import kind_of
 from kvtool.batch.store import Store
 from kvtool.engine.manifest import Manifest, read_manifest
@@ -84,7 +85,11 @@ def make(wanted: Wanted, tell: Callable[[int, int], None] = lambda done, total: 
     try:
         new.mkdir(parents=True, mode=0o700)
         made = _make(wanted, new, kind, manifest, words, tell)
+        for path in new.iterdir():
+            sync(path)
+        sync(new)
         new.rename(folder)
+        sync(folder.parent)
     except OSError as error:
         raise Unavailable(f"{folder}: the job cannot be written there: {error.strerror or error}") from None
     finally:
@@ -122,6 +127,11 @@ def _may_write(wanted: Wanted, folder: Path) -> None:
         raise Refused(f"{folder}: there is a job there already, or something else; {said} {folder}")
     if output.exists() and not wanted.overwrite:
         raise Refused(f"{output}: the output is there already; choose another --output, or say --overwrite")
+    if output.exists() and output.samefile(wanted.source):
+        raise Refused(f"{output}: the output would replace the input; choose another --output")
+    errors = errors_path(output)
+    if errors.exists() and not wanted.overwrite:
+        raise Refused(f"{errors}: a file of errors is there already; choose another --output, or say --overwrite")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise Refused(f"{output}: wanted a file in a directory that is there, found no such place")
     if not os.access(output.absolute().parent, os.W_OK):
@@ -215,7 +225,11 @@ def reopen(folder: Path) -> tuple[Told, Store]:
     if not path.is_file():
         raise Refused(f"{path}: the job's index is gone; submit the job again with another --output")
     store = Store(path)
-    if len(store) != told.requests:
+    try:
+        found = len(store)
+        if found != told.requests:
+            raise Refused(f"{path}: wanted {told.requests} requests, found {found}; submit the job again")
+    except BaseException:
         store.close()
-        raise Refused(f"{path}: wanted {told.requests} requests, found another number; submit the job again")
+        raise
     return told, store
