@@ -36,7 +36,7 @@ def test_texts_are_new_but_for_what_a_window_shares() -> None:
     made = [[texts.of(window, arrival) for arrival in due] for window in range(2)]
     assert len({text for window in made for text in window}) == 80
     for window in made:
-        heads = {tuple(text.split()[:64]) for text, arrival in zip(window, due, strict=True) if arrival.head == 0}
+        heads = {tuple(text.split()[:40]) for text, arrival in zip(window, due, strict=True) if arrival.head == 0}
         assert len(heads) == 1
     firsts = [{text.split()[0] for text in window} for window in made]
     assert not firsts[0] & firsts[1]

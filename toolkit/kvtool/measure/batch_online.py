@@ -31,9 +31,9 @@ from kvtool.triton.client import client_async, stream_async
 
 TARGET = 1.2
 """TTFT P99 with a job over that without."""
-_PROMPT_TOKENS = (32, 48, 64, 96, 128, 192)
-_OUT_TOKENS = (4, 6, 8, 12)
-_HEAD_TOKENS = 64
+_PROMPT_TOKENS = (24, 32, 48, 64, 96, 160)
+_OUT_TOKENS = (2, 4, 6, 8)
+_HEAD_TOKENS = 40
 _FAMILIES = 3
 """Of a window: half of its prompts begin with one of so many texts."""
 _LOOK_S, _START_S = 0.25, 60.0
