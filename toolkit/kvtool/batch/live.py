@@ -4,9 +4,9 @@ One event loop in a thread of its own, one gRPC channel to each address that the
 `BATCH_PRIORITY`, the class that servers hold back while online requests run, and the deployment's refusals decide how
 many run at once (see `rules.Pressure`).
 
-A deployment that restarts is no request's fault: what fails because nobody answers is told as `Overloaded`, which
-counts as no attempt, and is tried again at whatever address the deployment has by then. Only when nobody has answered
-for `PATIENCE_S` the job stops, resumable.
+A deployment that restarts is no request's fault: what fails because nobody answers is told as `Unreachable`, and is
+tried again at whatever address the deployment has by then. When nobody has answered for `PATIENCE_S` the job stops,
+resumable.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import Any
 
 from kvtool.batch.target import Ended, Published, Ready, Tell
 from kvtool.engine.manifest import read_manifest
-from kvtool.errors import Cancelled, EngineRefused, KvtoolError, Overloaded, Unavailable, Unreachable
+from kvtool.errors import Cancelled, EngineRefused, KvtoolError, Unavailable, Unreachable
 from kvtool.serve.turns import BATCH_PRIORITY
 from kvtool.triton.client import client_async, stream_async
 from kvtool.triton.state import engine_of, front_url
 
 PATIENCE_S = 300.0
 _GRACE_S = 5.0
-_COME_BACK_S = 1.0
 _DEADLINE_MS_MAX = (1 << 31) - 1
 
 
@@ -100,17 +99,14 @@ class LiveTarget:
         if error is None:
             tell(task.result())
         elif isinstance(error, KvtoolError):
-            tell(Ended(ready.number, ready.name, error=self._judged(error)))
+            if isinstance(error, Unreachable):
+                self._why_not = str(error)
+            else:
+                self._heard()
+            tell(Ended(ready.number, ready.name, error=error))
         else:
             failed = KvtoolError(f"{ready.name}: the client failed: {type(error).__name__}: {error}")
             tell(Ended(ready.number, ready.name, error=failed))
-
-    def _judged(self, error: KvtoolError) -> KvtoolError:
-        if not isinstance(error, Unreachable):
-            self._heard()
-            return error
-        self._why_not = str(error)
-        return Overloaded(str(error), _COME_BACK_S)
 
     def _heard(self) -> None:
         self._answered_at_s, self._why_not = time.monotonic(), ""

@@ -206,6 +206,7 @@ def results(bench: Path) -> str:
         f"Commit {found['commit']}, seed {found['seed']}, `{found['command']}`. Raw: `tests/bench/serve.json`.",
         "",
         *_engine_results(bench / "engine.json"),
+        *_batch_online_results(bench / "batch-online.json"),
     ])  # fmt: skip
 
 
@@ -230,6 +231,33 @@ def _engine_results(file: Path) -> list[str]:
         f"{found['threads']} threads each, same model, 512 tokens of context in decode; {peers}. One SDPA call is what "
         "attention would cost without a fixed order of summation. Above 1 kvtool is faster. Commit "
         f"{found['commit']}, `{found['command']}`. Raw: `tests/bench/engine.json`.",
+        "",
+    ]
+
+
+def _batch_online_results(file: Path) -> list[str]:
+    """Online streams with and without a job beside them; nothing when that was not measured."""
+    if not file.is_file():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = []
+    for name, label in (("without", "no batch job"), ("with", "a batch job beside")):
+        online = found["online"][name]
+        ttft, tbt = online["ttft_ms"], online["tbt_ms"]
+        times = [ttft["median"], ttft["p90"], ttft["p99"], tbt["median"], tbt["p99"]]
+        cells = " | ".join(f"{each:.0f}" for each in times)
+        rows.append(f"| {label} | {ttft['count']} | {online['failed']} | {online['hit_ratio']:.0%} | {cells} |")
+    batch = found["batch"]
+    return [
+        "| online streams, windows in turns | n | failed | hit | TTFT ms P50 | P90 | P99 | TBT ms P50 | P99 |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"TTFT P99 with a job is **{found['ttft_p99_ratio']:.2f}** x that without (target: at most {found['target']}). "
+        f"{found['rate']:.2f} requests a second arrive at random; one alone takes {found['service_s']:.2f} s. The job "
+        f"finished {batch['finished']} requests in {batch['seconds']:.0f} s; its longest time without one was "
+        f"{batch['longest_without_progress_s']:.0f} s. Load before: {found['hardware']['load_before'][0]}. Commit "
+        f"{found['commit']}, seed {found['seed']}, `{found['command']}`. Raw: `tests/bench/batch-online.json`.",
         "",
     ]
 
