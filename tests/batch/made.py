@@ -10,12 +10,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from kvtool.batch.intake import Checks, take_in
 from kvtool.batch.job import INDEX, JOB, JOURNAL, Told, write_whole
 from kvtool.batch.journal import Journal
 from kvtool.batch.line import TEXT_URL
+from kvtool.batch.rules import Limits
 from kvtool.batch.store import Store
 from kvtool.batch.target import Ended, Published, Ready, Tell
+from kvtool.batch.work import Worked, work
 from kvtool.errors import Cancelled, KvtoolError
 
 BLOCK, CONTEXT = 4, 64
@@ -84,6 +88,13 @@ def make_job(folder: Path, source: Path, **changes: Any) -> Told:
     told = Told(**{**fields, **changes})
     write_whole(folder / JOB, told.model_dump_json().encode())
     return told
+
+
+def full_work(folder: Path, target: Echo, **options: Any) -> Worked:
+    """`work`, with `Bytes` as the tokenizer of the job's engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtool.batch.work.Tokenizer", lambda directory: Bytes())
+        return work(folder, target=target, limits=Limits(attempts=3, backoff_s=0.001), **options)
 
 
 def answer(prompt: str) -> str:

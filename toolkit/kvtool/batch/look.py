@@ -105,7 +105,7 @@ def look(folder: Path) -> dict[str, Any]:
     """
     told, progress = read_job(folder), read_progress(folder)
     running = is_worked_on(folder)
-    counts = Counts(**{name: value for name, value in progress.items() if name != "at_s"}) if progress else Counts()
+    counts = Counts.told(progress)
     over = counts.over == told.requests
     return {
         "job": str(folder),

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
@@ -56,6 +56,11 @@ class Counts:
     @property
     def over(self) -> int:
         return self.done + self.failed
+
+    @classmethod
+    def told(cls, progress: dict[str, Any]) -> Counts:
+        """From `progress.json`, whatever of it is understood."""
+        return cls(**{one.name: progress[one.name] for one in fields(cls) if one.name in progress})
 
     def add(self, record: dict[str, Any]) -> None:
         if "error" in record:

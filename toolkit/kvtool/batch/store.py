@@ -10,9 +10,10 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvtool.batch.order import Leaf, Plan, placed
-from kvtool.errors import Unavailable
+from kvtool.errors import Refused, Unavailable
 
 _TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, custom_id TEXT NOT NULL UNIQUE, line INTEGER NOT NULL,
@@ -22,6 +23,8 @@ CREATE TABLE requests (number INTEGER PRIMARY KEY, custom_id TEXT NOT NULL UNIQU
 CREATE TABLE trees (tree INTEGER PRIMARY KEY, longest INTEGER NOT NULL, tokens INTEGER NOT NULL);
 """
 _BATCH = 1000
+_CACHE_SIZE = 32 << 20
+"""Bytes of the index in memory while it is made."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,30 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=OFF")  # a half-made index is thrown away, not mended
-        self._db.execute("PRAGMA synchronous=OFF")
-        self._db.execute("PRAGMA temp_store=FILE")
 
     @classmethod
     def make(cls, path: Path) -> Store:
+        """
+        Raises:
+            Unavailable: the disk is full.
+        """
         path.unlink(missing_ok=True)
         store = cls(path)
-        store._db.executescript(_TABLES)
-        store._db.execute("BEGIN")
+        folder = str(path.parent.absolute()).replace("'", "''")
+        try:
+            store._db.executescript(f"""
+                PRAGMA journal_mode=OFF;  -- a half-made index is thrown away, not mended
+                PRAGMA synchronous=OFF;   -- whoever makes a job syncs it
+                PRAGMA secure_delete=OFF;
+                PRAGMA cache_size=-{_CACHE_SIZE >> 10};
+                PRAGMA temp_store=FILE;
+                PRAGMA temp_store_directory='{folder}';  -- /tmp may be memory, or small
+                {_TABLES}
+                BEGIN;
+            """)
+        except sqlite3.OperationalError as error:
+            store.close()
+            raise store._full(error) from None
         return store
 
     def add(self, entry: Entry) -> int | None:
@@ -103,11 +120,11 @@ class Store:
         return plan
 
     def __len__(self) -> int:
-        return int(self._db.execute("SELECT count(*) FROM requests").fetchone()[0])
+        return int(self._asked("SELECT count(*) FROM requests")[0][0])
 
     def longest_tokens(self) -> int:
         """Prompt and answer of the request that takes most."""
-        return int(self._db.execute("SELECT max(tokens_in + tokens_out) FROM requests").fetchone()[0] or 0)
+        return int(self._asked("SELECT max(tokens_in + tokens_out) FROM requests")[0][0] or 0)
 
     def by_place(self, start: int = 0) -> Iterator[Entry]:
         """In the order in which they run. Reads ahead a little; nothing is kept."""
@@ -123,12 +140,25 @@ class Store:
             start = found[-1].number + 1
 
     def _page(self, column: str, start: int) -> list[Entry]:
-        rows = self._db.execute(
+        rows = self._asked(
             "SELECT number, custom_id, line, at, size, mark, chat, tokens_in, tokens_out, path FROM requests "
             f"WHERE {column} >= ? ORDER BY {column} LIMIT {_BATCH}",
-            (start,),
+            start,
         )
         return [Entry(*row) for row in rows]
+
+    def _asked(self, question: str, *values: int) -> list[tuple[Any, ...]]:
+        """
+        Raises:
+            Refused: the file is no index, or a damaged one.
+        """
+        try:
+            return self._db.execute(question, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise Refused(
+                f"{self.path}: the job's index cannot be read ({error}); restore the file, or submit the job again "
+                "with another --output"
+            ) from None
 
     def close(self) -> None:
         self._db.close()
