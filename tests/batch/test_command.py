@@ -1,4 +1,4 @@
-"""`kvtool batch` as a person uses it, on the real small model: the way through, and each refusal's sentence.
+"""`kvtool batch` as a person uses it, on real engines: the way through, and each refusal's sentence.
 
 Most of it runs in this process, by the command line's own door; what outlives a command runs in processes of its own.
 """
@@ -18,7 +18,7 @@ import pytest
 
 from kvtool.cli.main import main
 
-REQUESTS = 6
+REQUESTS = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def in_own_process(*arguments: str, cwd: Path) -> Ran:
 
 
 def write(path: Path, count: int = REQUESTS, **body: Any) -> Path:
-    heads = ["You are a careful assistant. " * 6, "Answer in one word, and be kind about it. " * 5]
+    heads = ["You are a careful assistant. " * 8, "Answer in one word, and be kind about it. " * 6]
     with path.open("w") as file:
         for number in range(count):
             messages = [
@@ -66,32 +66,50 @@ def write(path: Path, count: int = REQUESTS, **body: Any) -> Path:
     return path
 
 
+def write_words(path: Path, count: int, max_tokens: int) -> Path:
+    """Completions in the words of `small_engine`, in three groups that begin alike."""
+    with path.open("w") as file:
+        for number in range(count):
+            head = " ".join(f"w{2 + (7 * at + number % 3) % 150}" for at in range(64))
+            body = {"prompt": f"{head} w{number + 2}", "max_tokens": max_tokens, "ignore_eos": True}
+            file.write(json.dumps({"custom_id": f"r{number}", "url": "/v1/completions", "body": body}) + "\n")
+    return path
+
+
 def texts(path: Path) -> dict[str, str]:
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in records}
+    choices = {one["custom_id"]: one["response"]["body"]["choices"][0] for one in records}
+    return {name: one["message"]["content"] if "message" in one else one["text"] for name, one in choices.items()}
 
 
-@pytest.mark.real
-def test_answers_are_those_of_one_request_at_a_time(kvtool: Kvtool, tmp_path: Path, smollm2_engine: Path) -> None:
-    source, engine = write(tmp_path / "in.jsonl"), ["--engine", str(smollm2_engine)]
-    ran = kvtool("run", str(source), *engine, "--json")
+def assert_same_alone(kvtool: Kvtool, source: Path, engine: Path, count: int, hit_ratio: float) -> None:
+    together, alone = source.with_name("together.jsonl"), source.with_name("alone.jsonl")
+    where = ["run", str(source), "--engine", str(engine), "--threads", "1", "--json"]
+    ran = kvtool(*where, "-o", str(together))
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
-    assert found["answered"] == REQUESTS and found["failed"] == 0 and found["hit_ratio"] > 0.3
+    assert found["answered"] == count and found["failed"] == 0 and found["hit_ratio"] > hit_ratio
     assert found["computed_tokens"] + found["reused_tokens"] == found["prompt_tokens"]
-    alone = kvtool(
-        "run", str(source), *engine, "-o", "alone.jsonl", "--concurrent", "1", "--pool-size", "0", "--arrival-order"
-    )
-    assert alone.code == 0, alone.err
-    together = texts(tmp_path / "in.results.jsonl")
-    assert together == texts(tmp_path / "alone.jsonl")
-    assert list(together) == [f"r{number}" for number in range(REQUESTS)] and all(together.values())
+    ran = kvtool(*where, "-o", str(alone), "--concurrent", "1", "--pool-size", "0", "--arrival-order")
+    assert ran.code == 0 and json.loads(ran.out)["hit_ratio"] == 0, ran.err
+    assert texts(together) == texts(alone)
+    assert list(texts(together)) == [f"r{number}" for number in range(count)] and all(texts(together).values())
 
 
 @pytest.mark.real
-def test_submitted_looked_at_cancelled_and_resumed(kvtool: Kvtool, tmp_path: Path, smollm2_engine: Path) -> None:
-    count, engine = 12, ["--engine", str(smollm2_engine)]
-    source = write(tmp_path / "in.jsonl", count, max_tokens=24, ignore_eos=True)
+def test_answers_are_those_of_one_request_at_a_time(kvtool: Kvtool, tmp_path: Path, small_engine: Path) -> None:
+    assert_same_alone(kvtool, write_words(tmp_path / "in.jsonl", 30, 12), small_engine, 30, 0.8)
+
+
+@pytest.mark.real
+def test_so_are_those_of_a_real_model(kvtool: Kvtool, tmp_path: Path, smollm2_engine: Path) -> None:
+    assert_same_alone(kvtool, write(tmp_path / "in.jsonl"), smollm2_engine, REQUESTS, 0.2)
+
+
+@pytest.mark.real
+def test_submitted_looked_at_cancelled_and_resumed(kvtool: Kvtool, tmp_path: Path, small_engine: Path) -> None:
+    count, engine = 40, ["--engine", str(small_engine)]
+    source = write_words(tmp_path / "in.jsonl", count, 50)
     ran = in_own_process("submit", str(source), *engine, "-o", "out.jsonl", "--concurrent", "2", cwd=tmp_path)
     assert ran.code == 0, ran.err
     job = ran.out.strip()
@@ -115,15 +133,12 @@ def test_submitted_looked_at_cancelled_and_resumed(kvtool: Kvtool, tmp_path: Pat
 
 
 @pytest.mark.real
-def test_the_plan_says_what_it_would_take_and_makes_nothing(
-    kvtool: Kvtool, tmp_path: Path, smollm2_engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtool.batch.calibrate._PROMPT", 64)
-    source = write(tmp_path / "in.jsonl")
-    ran = kvtool("run", str(source), "--engine", str(smollm2_engine), "--plan", "--json", "--concurrent", "2")
-    found = json.loads(ran.out)
-    assert found["requests"] == REQUESTS and found["prefix_groups"] == 2 and found["estimate_s"] > 0
-    assert found["reused_tokens"] > found["prompt_tokens"] // 3
+def test_the_plan_says_what_it_would_take_and_makes_nothing(kvtool: Kvtool, tmp_path: Path, small_engine: Path) -> None:
+    source = write_words(tmp_path / "in.jsonl", 30, 12)
+    found = json.loads(kvtool("run", str(source), "--engine", str(small_engine), "--plan", "--json").out)
+    assert found["requests"] == 30 and found["prefix_groups"] == 3 and found["estimate_s"] > 0
+    assert found["prompt_tokens"] == 30 * 65 and found["reused_tokens"] == 27 * 64
+    assert found["output_tokens_max"] == 30 * 12
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 

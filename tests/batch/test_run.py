@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
-import signal
-import time
 from contextlib import closing
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from made import Bytes, Echo, answer, make_job, prompts, write_input
 
 from kvtool.batch.job import CANCEL, INDEX, JOURNAL, read_progress
-from kvtool.batch.journal import Journal, RealFiles
+from kvtool.batch.journal import Journal
 from kvtool.batch.results import errors_path, write_results
 from kvtool.batch.rules import Limits
 from kvtool.batch.run import Runner
@@ -34,13 +30,11 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def run(
-    folder: Path, target: Echo, limits: Limits = LIMITS, files: RealFiles | None = None, **options: Any
-) -> tuple[str, Runner]:
+def run(folder: Path, target: Echo, limits: Limits = LIMITS, **options: Any) -> tuple[str, Runner]:
     told = json.loads((folder / "job.json").read_text())
     with (
         closing(Store(folder / INDEX)) as store,
-        closing(Journal(folder / JOURNAL, told["requests"], files)) as journal,
+        closing(Journal(folder / JOURNAL, told["requests"])) as journal,
         Path(told["source"]).open("rb") as source,
     ):
         runner = Runner(
@@ -201,73 +195,6 @@ def test_a_changed_input_stops_the_job_and_it_goes_on_with_the_old_one(job: Path
     source.write_bytes(before)
     assert run(job, Echo())[0] == ""
     assert_whole(job)
-
-
-class Killing(RealFiles):
-    """Kills its process at its `at`-th step: within a write, before a sync, after it."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.steps = at, 0
-
-    def _step(self) -> None:
-        self.steps += 1
-        if self.steps - 1 == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def append(self, handle: int, data: bytes, at: int) -> int:
-        done = super().append(handle, data[: max(1, len(data) // 2)], at)
-        self._step()
-        return done
-
-    def sync(self, handle: int) -> None:
-        self._step()
-        super().sync(handle)
-        self._step()
-
-
-def worked(job: Path, at: int, pause_s: float = 0.0, killed_after_s: float | None = None) -> bool:
-    """Work on the job in a process of its own; whether that came to its end. It kills itself at step `at`, or is
-    killed after a while."""
-    child = os.fork()
-    if child == 0:
-        try:
-            why, _ = run(job, Echo(pause_s=pause_s), files=Killing(at))
-            os._exit(0 if why == "" else 3)
-        finally:
-            os._exit(4)
-    if killed_after_s is not None:
-        time.sleep(killed_after_s)  # the moment of the kill: what is tested
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
-    return code == 0
-
-
-@pytest.mark.real
-def test_killed_at_each_step_of_the_journal_every_answer_is_there_once(tmp_path: Path) -> None:
-    count, at = 6, 0
-    make_job(tmp_path / "job", write_input(tmp_path / "in.jsonl", prompts(count)))
-    clean = tmp_path / "clean"
-    shutil.copytree(tmp_path / "job", clean)
-    while not worked(tmp_path / "job", at):
-        assert worked(tmp_path / "job", -1)
-        assert_whole(tmp_path / "job", count)
-        shutil.rmtree(tmp_path / "job")
-        shutil.copytree(clean, tmp_path / "job")
-        at += 1
-    assert at >= 4, "the journal was hardly stopped"
-    assert_whole(tmp_path / "job", count)
-
-
-@pytest.mark.real
-def test_killed_twenty_times_at_random_every_answer_is_there_once(tmp_path: Path) -> None:
-    rng, count = Random(1), 200
-    make_job(tmp_path / "job", write_input(tmp_path / "in.jsonl", prompts(count)))
-    for kill in range(20):
-        ended = worked(tmp_path / "job", -1, pause_s=0.02, killed_after_s=rng.uniform(0.0, 0.05))
-        assert not ended, f"the job was done before kill {kill + 1}"
-    assert worked(tmp_path / "job", -1)
-    assert_whole(tmp_path / "job", count)
 
 
 def test_nobody_else_may_work_on_it(job: Path) -> None:
