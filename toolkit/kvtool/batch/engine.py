@@ -107,6 +107,7 @@ class EngineTarget:
             "prompt_tokens": usage.prompt_tokens if usage else len(ready.tokens),
             "completion_tokens": usage.completion_tokens if usage else 0,
             "hit_tokens": dict(usage.hit_tokens) if usage else {},
+            "prefill_s": round(usage.seconds.get("prefill", 0.0), 6) if usage else 0.0,
         }
         error = event.error
         if event.finish is Finish.CANCELLED and error is None:

@@ -190,6 +190,7 @@ def _usage(ready: Ready, piece: Any) -> dict[str, Any]:
         "prompt_tokens": int(piece.usage.get("prompt_tokens", len(ready.tokens))),
         "completion_tokens": int(piece.usage.get("completion_tokens", 0)),
         "hit_tokens": dict(piece.usage.get("hit_tokens") or {}),
+        "prefill_s": sum(stage.get("prefill", 0.0) for stage in (piece.usage.get("seconds") or {}).values()),
     }
 
 

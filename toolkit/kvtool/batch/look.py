@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtool.batch.job import JOURNAL, is_worked_on, read_job, read_progress
 from kvtool.batch.journal import Journal
-from kvtool.batch.results import write_results
+from kvtool.batch.results import errors_path, write_results
 from kvtool.batch.run import Counts
 from kvtool.batch.submit import Made, reopen
 from kvtool.batch.work import Worked
@@ -40,7 +40,7 @@ def plan_rows(made: Made) -> list[tuple[str, str]]:
     if made.told.where == "deployment":
         rows.append(("estimated time", _live_estimate(made.estimate_s)))
     elif made.estimate_s is not None:
-        rows.append(("estimated time", f"at most {duration(made.estimate_s)}"))
+        rows.append(("estimated time", f"about {duration(made.estimate_s)}, if every request generates all it may"))
     return rows
 
 
@@ -51,11 +51,12 @@ def _live_estimate(seconds: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
+    seconds = max(seconds, 0.0)
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:
         return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {whole % 60:02} s" if minutes else f"{max(seconds, 0):.1f} s"
+    return f"{minutes} min {whole % 60:02} s" if minutes else f"{seconds:.1f} s"
 
 
 def eta_s(counts: Counts) -> float | None:
@@ -67,7 +68,7 @@ def eta_s(counts: Counts) -> float | None:
 
 def rates(counts: Counts) -> str:
     """One line beside a progress bar."""
-    said = [f"{counts.run_done / counts.run_seconds:.1f} requests/s" if counts.run_seconds > 0 else "starting"]
+    said = [f"{counts.run_done / counts.run_seconds:.2f} requests/s" if counts.run_seconds > 0 else "starting"]
     said.append(f"hit {counts.hit_ratio:.0%}")
     left_s = eta_s(counts)
     if left_s is not None:
@@ -90,11 +91,37 @@ def summary(worked: Worked) -> dict[str, Any]:
         "reused_tokens": hits,
         "hit_ratio": round(counts.hit_ratio, 4),
         "reused_by_tier": dict(counts.hit_tokens),
+        "reuse_saved_s": round(counts.saved_s, 2),
         "computed_tokens": counts.tokens_in - hits,
         "generated_tokens": counts.tokens_out,
         "output": str(worked.output),
         "lines_without_answer": worked.failed,
     }
+
+
+def summary_rows(worked: Worked) -> list[tuple[str, str]]:
+    counts = worked.counts
+    hits, left = sum(counts.hit_tokens.values()), counts.requests - counts.over
+    rows = [("answered", f"{counts.done} of {counts.requests} requests")]
+    if counts.failed:
+        rows.append(("failed for good", str(counts.failed)))
+    if left:
+        rows.append(("left", str(left)))
+    if counts.retries:
+        rows.append(("tried again", str(counts.retries)))
+    took = f"{duration(counts.seconds)}, {counts.done / counts.seconds:.2f} requests/s" if counts.seconds else "no time"
+    rows += [("took", took), ("prompt tokens", f"{counts.tokens_in}, of these {_reused(counts)}")]
+    if hits and counts.prefill_s:
+        rows.append(("reuse saved", f"about {duration(counts.saved_s)} of computing"))
+    rows += [("generated tokens", str(counts.tokens_out)), ("answers", str(worked.output))]
+    if worked.failed:
+        rows.append(("lines without one", f"{worked.failed}, with reasons in {errors_path(worked.output)}"))
+    return rows
+
+
+def _reused(counts: Counts) -> str:
+    tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in counts.hit_tokens.items())
+    return f"{sum(counts.hit_tokens.values())} ({counts.hit_ratio:.0%}) reused" + (f": {tiers}" if tiers else "")
 
 
 def look(folder: Path) -> dict[str, Any]:
@@ -124,6 +151,27 @@ def look(folder: Path) -> dict[str, Any]:
         "where": told.where,
         "output": told.output,
     }
+
+
+def look_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """`look`, for people."""
+    over = found["answered"] + found["failed"]
+    rows = [("job", found["job"]), ("state", found["state"]), ("over", f"{over} of {found['requests']} requests")]
+    if found["failed"]:
+        rows.append(("failed for good", str(found["failed"])))
+    if found["rejected_lines"]:
+        rows.append(("lines that are none", str(found["rejected_lines"])))
+    if found["running"]:
+        rows.append(("running now", str(found["running"])))
+    if found["requests_s"]:
+        rows.append(("rate", f"{found['requests_s']:.2f} requests/s"))
+    rows += [("reused", f"{found['hit_ratio']:.0%} of prompt tokens"), ("worked", duration(found["seconds"]))]
+    if found["left_s"] is not None:
+        rows.append(("left", f"about {duration(found['left_s'])}"))
+    if found["state"] == "stopped":
+        rows.append(("go on with", f"kvtool batch resume {found['job']}"))
+    rows += [("where", f"an {found['where']}" if found["where"] == "engine" else f"a {found['where']}")]
+    return [*rows, ("answers", found["output"])]
 
 
 def write_so_far(folder: Path, output: Path | None) -> Worked:

@@ -47,6 +47,8 @@ class Counts:
     tokens_in: int = 0
     tokens_out: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)
+    prefill_s: float = 0.0
+    """That computing prompts took, as far as it was told."""
     seconds: float = 0.0
     """Of work, over all runs."""
     run_done: int = 0
@@ -70,8 +72,16 @@ class Counts:
         usage = record["usage"]
         self.tokens_in += usage["prompt_tokens"]
         self.tokens_out += usage["completion_tokens"]
+        self.prefill_s += usage.get("prefill_s", 0.0)
         for tier, tokens in usage["hit_tokens"].items():
             self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
+
+    @property
+    def saved_s(self) -> float:
+        """What computing the reused tokens would have taken, at the rate at which the others were computed."""
+        hits = sum(self.hit_tokens.values())
+        computed = self.tokens_in - hits
+        return hits * self.prefill_s / computed if computed > 0 else 0.0
 
     @property
     def hit_ratio(self) -> float:

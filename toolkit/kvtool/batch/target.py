@@ -32,7 +32,8 @@ class Published:
 
 @dataclass(frozen=True)
 class Ended:
-    """One attempt is over: with an answer, or with an error. `usage`: prompt_tokens, completion_tokens, hit_tokens."""
+    """One attempt is over: with an answer, or with an error. `usage`: prompt_tokens, completion_tokens, hit_tokens, and
+    prefill_s, the seconds that computing the rest of the prompt took."""
 
     number: int
     name: str

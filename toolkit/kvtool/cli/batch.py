@@ -22,7 +22,24 @@ if TYPE_CHECKING:
     from kvtool.batch.run import Counts
     from kvtool.batch.submit import Made, Wanted
 
-app = typer.Typer(no_args_is_help=True)
+_HELP = """Run a file of requests, each answered once.
+
+One JSON line a request, as for OpenAI's batches: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+"body": {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}}. Or url "/v1/completions"
+with a "prompt"; or Parquet and CSV, with --columns.
+
+Here, on an engine that `kvtool build` made: kvtool batch run requests.jsonl --engine DIRECTORY. On a deployment, beside
+its online traffic: kvtool batch run requests.jsonl --spec FILE. With --plan it only says what it would take.
+
+Answers go to requests.results.jsonl in the order of the input, lines without one to requests.results.errors.jsonl, with
+reasons. What was stopped, cancelled or killed goes on with: kvtool batch resume requests.results.jsonl.job
+
+Exit codes: 0 all was answered; 1 stopped before the end; 2 refused; 3 done, but some lines have no answer."""
+HELP = "\n\n".join(part.replace("\n", " ") for part in _HELP.split("\n\n"))
+UNANSWERED = 3
+"""Exit code of a job that is done, where some lines have no answer."""
+
+app = typer.Typer(no_args_is_help=True, help=HELP)
 
 Input = Annotated[Path, typer.Argument(help="Requests: OpenAI batch JSON lines, Parquet, or CSV.", show_default=False)]
 Job = Annotated[Path, typer.Argument(help="The job's directory: OUTPUT.job.", show_default=False)]
@@ -202,14 +219,13 @@ def resume(
 @app.command()
 def status(job: Job, as_json: AsJson = False) -> None:
     """How far a job is, from any terminal."""
-    from kvtool.batch.look import look
+    from kvtool.batch.look import look, look_rows
 
     found = look(job)
     if as_json:
         console.print_json(found)
         return
-    rows = [(name, str(value)) for name, value in found.items() if value not in (None, {}, "")]
-    console.out().print(console.table("", ("what", "value"), rows))
+    console.out().print(console.table("", ("what", ""), look_rows(found)))
 
 
 @app.command()
@@ -268,12 +284,13 @@ def _show_plan(made: Made, as_json: bool) -> None:
     more = made.taken.rejected - len(made.taken.first)
     if more > 0:
         console.warn(f"and {more} more lines that are no requests")
-    console.err().print(console.table("", ("plan", "value"), plan_rows(made)))
+    console.err().print(console.table("", ("plan", ""), plan_rows(made)))
 
 
 def _work(folder: Path, job_s: float | None, tokens: int | None, as_json: bool) -> None:
     from kvtool.batch.job import read_job
-    from kvtool.batch.look import summary
+    from kvtool.batch.look import summary, summary_rows
+    from kvtool.batch.results import errors_path
     from kvtool.batch.work import interrupts, limits_of, raised, work
 
     limits = raised(limits_of(read_job(folder)), job_s, tokens)
@@ -283,12 +300,14 @@ def _work(folder: Path, job_s: float | None, tokens: int | None, as_json: bool) 
     if as_json:
         console.print_json({"job": str(folder), **found})
     else:
-        rows = [(name.replace("_", " "), str(value)) for name, value in found.items() if value not in ("", None, {})]
-        console.err().print(console.table("", ("summary", "value"), rows))
+        console.err().print(console.table("", ("summary", ""), summary_rows(worked)))
         typer.echo(str(worked.output))
     if worked.why:
         console.warn(f"stopped: {worked.why}; the rest waits for: kvtool batch resume {folder}")
         raise typer.Exit(1)
+    if worked.failed:
+        console.warn(f"{worked.failed} lines have no answer; why: {errors_path(worked.output)}")
+        raise typer.Exit(UNANSWERED)
 
 
 @contextlib.contextmanager
