@@ -49,14 +49,23 @@ def test_reference_is_fresh() -> None:
 
 def test_results_in_the_readme_are_those_that_were_measured() -> None:
     kept = (ROOT / "README.md").read_text(encoding="utf-8")
-    made = reference.with_results(kept, reference.results(ROOT / "tests" / "bench"))
-    assert kept == made, "run scripts/docs"
+    assert kept == reference.with_all_results(kept, ROOT / "tests" / "bench"), "run scripts/docs"
 
 
 def test_results_not_yet_measured_say_so(tmp_path: Path) -> None:
     assert reference.results(tmp_path).startswith("Not yet measured")
+    assert reference.batch_results(tmp_path).startswith("Not yet measured")
     with pytest.raises(ValueError, match="wanted the lines"):
         reference.with_results("# kvtool\n", "table")
+
+
+def test_the_example_of_a_batch_job_is_one() -> None:
+    from kvtool.batch.line import read_line
+
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Batch jobs")[2]
+    lines = shown.partition("```json\n")[2].partition("```")[0].splitlines()
+    lines += (ROOT / "docs" / "examples" / "batch.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [read_line(line.encode()).custom_id for line in lines] == ["sky", "haiku", "sky", "sea", "ice", "haiku"]
 
 
 def test_every_command_and_every_flag_has_help() -> None:
@@ -106,6 +115,7 @@ def test_readme_keeps_its_order() -> None:
         "Two commands",
         "Five commands to a first answer",
         "Talking to it",
+        "Batch jobs",
         "The pool by itself",
         "On GPUs: TensorRT-LLM",
         "The life of one request",

@@ -32,7 +32,7 @@ def plan_rows(made: Made) -> list[tuple[str, str]]:
     plan = made.plan
     share = plan.reused / plan.tokens_in if plan.tokens_in else 0.0
     rows = [
-        ("requests", f"{plan.requests}, and {made.told.rejected} lines that are none"),
+        ("requests", f"{plan.requests}" + (f"; {made.told.rejected} lines are none" if made.told.rejected else "")),
         ("prompt tokens", f"{plan.tokens_in}"),
         ("of these reused", f"{plan.reused} ({share:.0%}), in {plan.trees} groups that begin alike"),
         ("tokens to generate", f"at most {plan.tokens_out_max}"),

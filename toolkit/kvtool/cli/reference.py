@@ -25,6 +25,10 @@ from kvtool.pool.metrics import METRICS
 
 RESULTS_BEGIN = "<!-- results: made by scripts/docs from tests/bench/serve.json -->"
 RESULTS_END = "<!-- end of results -->"
+BATCH_BEGIN = (
+    "<!-- batch results: made by scripts/docs from tests/bench/batch.json and tests/bench/batch-online.json -->"
+)
+BATCH_END = "<!-- end of batch results -->"
 HEAD = """# Reference
 
 Made by `scripts/docs` from the commands' own help and the spec's own descriptions; do not edit.
@@ -206,7 +210,6 @@ def results(bench: Path) -> str:
         f"Commit {found['commit']}, seed {found['seed']}, `{found['command']}`. Raw: `tests/bench/serve.json`.",
         "",
         *_engine_results(bench / "engine.json"),
-        *_batch_online_results(bench / "batch-online.json"),
     ])  # fmt: skip
 
 
@@ -231,6 +234,40 @@ def _engine_results(file: Path) -> list[str]:
         f"{found['threads']} threads each, same model, 512 tokens of context in decode; {peers}. One SDPA call is what "
         "attention would cost without a fixed order of summation. Above 1 kvtool is faster. Commit "
         f"{found['commit']}, `{found['command']}`. Raw: `tests/bench/engine.json`.",
+        "",
+    ]
+
+
+def batch_results(bench: Path) -> str:
+    """The README's words on batch jobs from `bench`/batch.json and batch-online.json, as far as they are there."""
+    parts = [*_batch(bench / "batch.json"), *_batch_online_results(bench / "batch-online.json")]
+    return "\n".join(parts) or "Not yet measured: `kvtool bench batch` and `kvtool bench batch-online`.\n"
+
+
+def _batch(file: Path) -> list[str]:
+    if not file.is_file():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    work, count = found["work"], found["work"]["requests"]
+    rows = [
+        f"| {way['name']} | {way['seconds']:.0f} | {way['requests_s']:.2f} | {way['hit_ratio']:.0%} | "
+        f"{way['cpu_s']:.0f} |"
+        for way in found["ways"]
+    ]
+    return [
+        "| one job, each way in turn | seconds | requests/s | prompt tokens reused | CPU s of the command |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        f"**{found['ratio_no_reuse']:.2f}** times the throughput of arrival order without reuse (target >= 2), "
+        f"**{found['ratio_reuse']:.2f}** times that of arrival order with reuse (target >= 1.3); by CPU time "
+        f"{found['cpu_ratio_no_reuse']:.2f} and {found['cpu_ratio_reuse']:.2f}. {count} requests, "
+        f"{work['prompt_tokens']} prompt tokens, {work['shared']:.0%} of them in prefixes that requests share, in "
+        f"families of about 20; {work['output_tokens']} generated; a pool of a tenth of all blocks. "
+        f"{found['same_in_all_three']} of {count} answers were the same in all orders, and "
+        f"{min(way['same'] for way in found['ways'])} of {found['compared_with_one_at_a_time']} the same as one "
+        f"request at a time. {found['hardware']['cpu']}, {found['hardware']['cores']} cores. Commit {found['commit']}, seed "
+        f"{found['seed']}, `{found['command']}`. Raw: `tests/bench/batch.json`.",
         "",
     ]
 
@@ -262,25 +299,30 @@ def _batch_online_results(file: Path) -> list[str]:
     ]
 
 
-def with_results(readme: str, table: str) -> str:
+def with_results(readme: str, table: str, begin: str = RESULTS_BEGIN, end: str = RESULTS_END) -> str:
     """`readme` with `table` between its marks.
 
     Raises:
         ValueError: the marks are not there.
     """
-    head, begin, rest = readme.partition(RESULTS_BEGIN)
-    _, end, tail = rest.partition(RESULTS_END)
-    if not begin or not end:
-        raise ValueError(f"README.md: wanted the lines {RESULTS_BEGIN} and {RESULTS_END} around the results")
+    head, found, rest = readme.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"README.md: wanted the lines {begin} and {end} around the results")
     return f"{head}{begin}\n\n{table}\n{end}{tail}"
+
+
+def with_all_results(readme: str, bench: Path) -> str:
+    """`readme` with every table that is made from a file in `bench`."""
+    readme = with_results(readme, results(bench))
+    return with_results(readme, batch_results(bench), BATCH_BEGIN, BATCH_END)
 
 
 def main(root: Path) -> None:
     """Write every made page of the checkout at `root`."""
     (root / "docs" / "reference.md").write_text(render(), encoding="utf-8")
     readme = root / "README.md"
-    made = with_results(readme.read_text(encoding="utf-8"), results(root / "tests" / "bench"))
-    readme.write_text(made, encoding="utf-8")
+    readme.write_text(with_all_results(readme.read_text(encoding="utf-8"), root / "tests" / "bench"), encoding="utf-8")
 
 
 if __name__ == "__main__":
