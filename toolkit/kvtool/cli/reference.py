@@ -266,8 +266,8 @@ def _batch(file: Path) -> list[str]:
         f"families of about 20; {work['output_tokens']} generated; a pool of a tenth of all blocks. "
         f"{found['same_in_all_three']} of {count} answers were the same in all orders, and "
         f"{min(way['same'] for way in found['ways'])} of {found['compared_with_one_at_a_time']} the same as one "
-        f"request at a time. {found['hardware']['cpu']}, {found['hardware']['cores']} cores. Commit {found['commit']}, seed "
-        f"{found['seed']}, `{found['command']}`. Raw: `tests/bench/batch.json`.",
+        f"request at a time. {found['hardware']['cpu']}, {found['hardware']['cores']} cores. Commit {found['commit']}, "
+        f"seed {found['seed']}, `{found['command']}`. Raw: `tests/bench/batch.json`.",
         "",
     ]
 
