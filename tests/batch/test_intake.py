@@ -152,6 +152,10 @@ def test_parquet_rows_become_lines(tmp_path: Path) -> None:
     assert found[0]["body"] == {"messages": messages[0], "max_tokens": 5} and found[1]["body"] == {
         "messages": messages[1]
     }
+    parquet.write_table(arrow.table({"id": [b"a", b"b"], "text": [b"h\xc3\xa9", b"\xff"]}), path)
+    found = spooled(path, "parquet", {"custom_id": "id", "prompt": "text"})
+    assert (found[0]["custom_id"], found[0]["body"]["prompt"]) == ("a", "h\u00e9"), "bytes are the text that they are"
+    assert found[1]["body"]["prompt"] is None, "and refused by line where they are none"
     path.write_bytes(b"no parquet")
     with pytest.raises(Refused, match="not a Parquet file"):
         spooled(path, "parquet", {"prompt": "m"})

@@ -95,8 +95,18 @@ def rows(path: Path, kind: str, mapping: Mapping[str, str]) -> Iterator[dict[str
         raise Refused(f"{path}: say which column is the prompt: --columns custom_id=ID,prompt=TEXT (or user, messages)")
     read = _parquet(path, mapping) if kind == "parquet" else _csv(path, mapping)
     for number, row in enumerate(read, 1):
-        given = {name: row[column] for name, column in mapping.items() if row.get(column) not in (None, "")}
+        given = {name: _plain(row[column]) for name, column in mapping.items() if row.get(column) not in (None, "")}
         yield _request(given, number, kind == "csv")
+
+
+def _plain(value: Any) -> Any:
+    """Bytes of a binary column as the text that they are; None, which is refused by line, where they are none."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _request(given: dict[str, Any], number: int, text: bool) -> dict[str, Any]:
