@@ -167,7 +167,7 @@ def _acked_before_synced() -> list[tuple[Any, str, Any]]:
 
 
 MUTANTS = [
-    Mutant("lapsed lease accepted", _lapsed_lease_accepted, "wrong block served", seed=68),
+    Mutant("lapsed lease accepted", _lapsed_lease_accepted, "wrong block served", seed=167),
     Mutant("lookup renews a lease", _lookup_renews, "lease renewed"),
     Mutant("visible before its bytes are whole", _visible_before_whole, "foreign bytes in a block|no recovery"),
     Mutant("torn record accepted", _torn_record_accepted, "foreign bytes in a block|no recovery", seed=119),
@@ -181,5 +181,5 @@ MUTANTS = [
     Mutant("no quarantine for a slow writer", _no_quarantine, "foreign bytes in a block", seed=23),
     Mutant("lost ack treated as stored", _lost_ack_is_stored, "lost ack"),
     Mutant("lapsed commit treated as stored", _lapsed_commit_is_stored, "lost ack", seed=5),
-    Mutant("acknowledged before it is durable", _acked_before_synced, "durable block lost", seed=38),
+    Mutant("acknowledged before it is durable", _acked_before_synced, "durable block lost", seed=74),
 ]
