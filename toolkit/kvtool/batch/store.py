@@ -22,7 +22,7 @@ CREATE TABLE requests (number INTEGER PRIMARY KEY, custom_id TEXT NOT NULL UNIQU
     tree INTEGER, shared INTEGER, place INTEGER);
 CREATE TABLE trees (tree INTEGER PRIMARY KEY, longest INTEGER NOT NULL, tokens INTEGER NOT NULL);
 """
-_BATCH = 1000
+_BATCH = 256
 _CACHE_SIZE = 32 << 20
 """Bytes of the index in memory while it is made."""
 
