@@ -127,3 +127,30 @@ def test_the_gate_forgets_the_oldest() -> None:
         gate.published(number)
     gate.started(9, path([0] * BLOCK + [1] * BLOCK))
     assert not gate.may_start(path([0] * BLOCK + [2] * BLOCK))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_gate_answers_as_a_comparison_with_each_one_in_flight_would(seed: int) -> None:
+    rng, gate = Random(seed), Gate(remembered=4)
+    paths = [path(tokens) for tokens in prompts(rng, 40)]
+    computing: dict[int, bytes] = {}
+    published: dict[int, bytes] = {}
+    for _ in range(400):
+        number = rng.randrange(len(paths))
+        match rng.choice(["start", "publish", "fail"]):
+            case "start" if number not in computing:
+                wanted = max((shared_blocks(paths[number], other) for other in computing.values()), default=0)
+                there = max((shared_blocks(paths[number], other) for other in published.values()), default=0)
+                assert gate.may_start(paths[number]) == (there >= wanted)
+                gate.started(number, paths[number])
+                computing[number] = paths[number]
+            case "publish":
+                gate.published(number)
+                if number in computing:
+                    published.pop(number, None)
+                    published[number] = computing.pop(number)
+                    for old in list(published)[:-4]:
+                        del published[old]
+            case "fail":
+                gate.failed(number)
+                computing.pop(number, None)

@@ -12,8 +12,8 @@ long answer alone (longest processing time first: Graham, SIAM J. Appl. Math. 17
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtool.kv.block import BlockKey
@@ -98,31 +98,66 @@ class Gate:
     """Whether a request may start now, or should wait for one in flight that computes what both begin with.
 
     Two requests that share a prefix and start together would compute it twice. `published` are those whose prompts are
-    in the pool; the last `remembered` of them are known by path, older ones may have been evicted anyway.
+    in the pool; the last `remembered` of them are known, older ones may have been evicted anyway. A step of a path
+    stands for all of it up to there, so a question costs the logarithm of the path, however many are in flight.
     """
 
-    def __init__(self, remembered: int = 256) -> None:
+    def __init__(self, remembered: int = 256, steps_max: int = 1 << 18) -> None:
         self._computing: dict[int, bytes] = {}
         self._published: OrderedDict[int, bytes] = OrderedDict()
-        self._remembered = remembered
+        self._remembered, self._steps_max = remembered, steps_max
+        self._computing_steps: Counter[bytes] = Counter()
+        self._published_steps: Counter[bytes] = Counter()
 
     def may_start(self, path: bytes) -> bool:
-        wanted = max((shared_blocks(path, other) for other in self._computing.values()), default=0)
-        if wanted == 0:
-            return True
-        return any(shared_blocks(path, other) >= wanted for other in self._published.values())
+        wanted = _deepest(path, self._computing_steps)
+        return wanted == 0 or path[(wanted - 1) * STEP : wanted * STEP] in self._published_steps
 
     def started(self, number: int, path: bytes) -> None:
+        assert number not in self._computing, f"request {number} runs already"
         self._computing[number] = path
+        self._computing_steps.update(_steps(path))
 
     def published(self, number: int) -> None:
         """Its prompt is in the pool, or will never be. Again is a no-op."""
+        path = self.failed(number)
+        if path is None:
+            return
+        _take_out(self._published_steps, self._published.pop(number, b""))
+        self._published[number] = path
+        self._published_steps.update(_steps(path))
+        while len(self._published) > self._remembered or (
+            len(self._published) > 1 and len(self._published_steps) > self._steps_max
+        ):
+            _take_out(self._published_steps, self._published.popitem(last=False)[1])
+
+    def failed(self, number: int) -> bytes | None:
+        """It ended without; nobody waits for it any more. Its path, if it was computing."""
         path = self._computing.pop(number, None)
         if path is not None:
-            self._published[number] = path
-            while len(self._published) > self._remembered:
-                self._published.popitem(last=False)
+            _take_out(self._computing_steps, path)
+        return path
 
-    def failed(self, number: int) -> None:
-        """It ended without; nobody waits for it any more."""
-        self._computing.pop(number, None)
+
+def _steps(path: bytes) -> list[bytes]:
+    return [path[at : at + STEP] for at in range(0, len(path), STEP)]
+
+
+def _take_out(steps: Counter[bytes], path: bytes) -> None:
+    for step in _steps(path):
+        if steps[step] > 1:
+            steps[step] -= 1
+        else:
+            del steps[step]
+
+
+def _deepest(path: bytes, steps: Mapping[bytes, int]) -> int:
+    """How many leading blocks of `path` are among `steps`: all up to a point, and none behind it."""
+    low, high = 0, len(path) // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if path[(middle - 1) * STEP : middle * STEP] in steps:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -240,6 +240,7 @@ def cancel(job: Job) -> None:
     (job / CANCEL).touch()
     until_s = time.monotonic() + 60
     while is_worked_on(job) and time.monotonic() < until_s:
+        (job / CANCEL).touch()  # again: one that begins just now takes the first for an old one
         time.sleep(0.1)
     if is_worked_on(job):
         console.warn("it was told to stop, and has not yet; it ends what it is at")
