@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtool.batch.look import duration, eta_s, look_rows, rates, summary, summary_rows
+from kvtool.batch.look import Pace, duration, eta_s, line, look_rows, rates, summary, summary_rows, unanswered
 from kvtool.batch.run import Counts
 from kvtool.batch.work import Worked
+from kvtool.cli import batch_show
 
 
 def record(tokens_in: int, hits: int, prefill_s: float | None = None) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def test_what_is_not_known_is_not_said() -> None:
     said = dict(summary_rows(worked(counts)))
     assert "reuse saved" not in said and counts.saved_s == 0.0
     assert not {"failed for good", "left", "tried again", "lines without one"} & said.keys()
-    assert eta_s(Counts(requests=5)) is None and rates(Counts(requests=5)) == "starting, hit 0%"
+    assert eta_s(Counts(requests=5)) is None and rates(Counts(requests=5)) == "starting"
 
 
 def test_lines_without_an_answer_are_said_with_the_place_of_their_reasons() -> None:
@@ -60,6 +61,37 @@ def test_lines_without_an_answer_are_said_with_the_place_of_their_reasons() -> N
 def test_a_bar_says_pace_hits_and_what_is_left() -> None:
     counts = Counts(requests=10, done=4, run_done=4, run_seconds=8.0, tokens_in=10, hit_tokens={"dram": 5})
     assert rates(counts) == "0.50 requests/s, hit 50%, 12.0 s left"
+
+
+def test_before_the_first_answer_there_is_no_rate_and_a_slow_one_is_by_the_minute() -> None:
+    assert rates(Counts(requests=10, running=4, run_seconds=9.0)) == "4 running"
+    slow = Counts(requests=10, done=1, run_done=1, run_seconds=20.0, failed=1)
+    assert rates(slow) == "3.0 requests/min, hit 0%, 2 min 40 s left, 1 failed"
+    assert line(slow).startswith("2 of 10 requests are over, 3.0 requests/min")
+
+
+def test_without_a_terminal_lines_come_at_once_and_then_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pace = Pace(0.0)
+    came = [second for second in range(3601) if pace.due(float(second))]
+    assert came[:3] == [10, 20, 30] and came[-1] - came[-2] > 300 and len(came) < 60
+    now_s = [0.0]
+    monkeypatch.setattr(batch_show.time, "monotonic", lambda: now_s[0])
+    with batch_show.checking() as checked, batch_show.working(False) as tell:
+        checked(1, 2)
+        for now_s[0] in (1.0, 11.0, 12.0):
+            tell(Counts(requests=10, running=4))
+    said = capsys.readouterr()
+    assert said.err == "• 0 of 10 requests are over, 4 running\n" and said.out == ""
+
+
+def test_lines_without_an_answer_are_counted_by_kind(tmp_path: Path) -> None:
+    kinds = ["not_done", "deadline_passed", "not_done"]
+    lines = "".join(f'{{"custom_id": "a", "error": {{"code": "{kind}", "message": "x"}}}}\n' for kind in kinds)
+    (tmp_path / "out.errors.jsonl").write_text(lines)
+    said = unanswered(Worked(Counts(requests=3), "", 0, 3, tmp_path / "out.jsonl"))
+    assert said == f"3 lines have no answer (2 not_done, 1 deadline_passed); why: {tmp_path / 'out.errors.jsonl'}"
 
 
 def test_a_stopped_job_says_how_to_go_on() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,10 @@ def plan_rows(made: Made) -> list[tuple[str, str]]:
     plan = made.plan
     share = plan.reused / plan.tokens_in if plan.tokens_in else 0.0
     rows = [
-        ("requests", f"{plan.requests}" + (f"; {made.told.rejected} lines are none" if made.told.rejected else "")),
+        (
+            "requests",
+            f"{plan.requests}" + (f"; lines that are none: {made.told.rejected}" if made.told.rejected else ""),
+        ),
         ("prompt tokens", f"{plan.tokens_in}"),
         ("of these reused", f"{plan.reused} ({share:.0%}), in {plan.trees} groups that begin alike"),
         ("tokens to generate", f"at most {plan.tokens_out_max}"),
@@ -68,14 +73,39 @@ def eta_s(counts: Counts) -> float | None:
 
 def rates(counts: Counts) -> str:
     """One line beside a progress bar."""
-    said = [f"{counts.run_done / counts.run_seconds:.2f} requests/s" if counts.run_seconds > 0 else "starting"]
-    said.append(f"hit {counts.hit_ratio:.0%}")
+    if not counts.run_done:
+        return f"{counts.running} running" if counts.running else "starting"
+    said = [_pace(counts), f"hit {counts.hit_ratio:.0%}"]
     left_s = eta_s(counts)
     if left_s is not None:
         said.append(f"{duration(left_s)} left")
     if counts.failed:
         said.append(f"{counts.failed} failed")
     return ", ".join(said)
+
+
+def _pace(counts: Counts) -> str:
+    """By the minute, where a job is slow."""
+    per_s = counts.run_done / max(counts.run_seconds, 1e-9)
+    return f"{per_s:.2f} requests/s" if per_s >= 0.1 else f"{60 * per_s:.1f} requests/min"
+
+
+def line(counts: Counts) -> str:
+    """How far a job is, where there is no terminal for a bar."""
+    return f"{counts.over} of {counts.requests} requests are over, {rates(counts)}"
+
+
+class Pace:
+    """When the next such line is due: after ten seconds, then after ten more or a tenth of the time so far."""
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s, self._due_s = began_s, began_s + 10.0
+
+    def due(self, now_s: float) -> bool:
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + max(10.0, 0.1 * (now_s - self._began_s))
+        return True
 
 
 def summary(worked: Worked) -> dict[str, Any]:
@@ -122,6 +152,16 @@ def summary_rows(worked: Worked) -> list[tuple[str, str]]:
 def _reused(counts: Counts) -> str:
     tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in counts.hit_tokens.items())
     return f"{sum(counts.hit_tokens.values())} ({counts.hit_ratio:.0%}) reused" + (f": {tiers}" if tiers else "")
+
+
+def unanswered(worked: Worked) -> str:
+    """Loud words for lines without an answer: how many, of what kinds, and where each one's reason stands."""
+    errors, codes = errors_path(worked.output), Counter[str]()
+    with contextlib.suppress(OSError, ValueError), errors.open("rb") as file:
+        codes.update(json.loads(one)["error"]["code"] for one in file)
+    kinds = ", ".join(f"{count} {code}" for code, count in codes.most_common(5))
+    lines = "1 line has" if worked.failed == 1 else f"{worked.failed} lines have"
+    return f"{lines} no answer ({kinds}); why: {errors}"
 
 
 def look(folder: Path) -> dict[str, Any]:

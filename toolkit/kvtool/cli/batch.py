@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli import console
+from kvtool.cli import batch_show, console
 from kvtool.cli.where import RunDirOption, SpecOption, run_dir_of
 from kvtool.errors import Refused
 from kvtool.units import parse_seconds, parse_size
 
 if TYPE_CHECKING:
-    from kvtool.batch.run import Counts
     from kvtool.batch.submit import Made, Wanted
 
-_HELP = """Run a file of requests, each answered once.
+HELP = """Run a file of requests, each answered once.
 
-One JSON line a request, as for OpenAI's batches: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
-"body": {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}}. Or url "/v1/completions"
-with a "prompt"; or Parquet and CSV, with --columns.
+A file has one request a line, as in OpenAI's batch files (or is a table,
+Parquet or CSV; see --columns of `run`):
 
-Here, on an engine that `kvtool build` made: kvtool batch run requests.jsonl --engine DIRECTORY. On a deployment, beside
-its online traffic: kvtool batch run requests.jsonl --spec FILE. With --plan it only says what it would take.
+\b
+{"custom_id": "q-1", "url": "/v1/completions",
+ "body": {"prompt": "Once upon a time", "max_tokens": 16}}
 
-Answers go to requests.results.jsonl in the order of the input, lines without one to requests.results.errors.jsonl, with
-reasons. What was stopped, cancelled or killed goes on with: kvtool batch resume requests.results.jsonl.job
+Chats have the url /v1/chat/completions and "messages" in the body.
 
-Exit codes: 0 all was answered; 1 stopped before the end; 2 refused; 3 done, but some lines have no answer."""
-HELP = "\n\n".join(part.replace("\n", " ") for part in _HELP.split("\n\n"))
+A job runs on an engine here, without servers (--engine DIRECTORY, which
+`kvtool build` made), or on a running deployment beside its online traffic
+(--spec FILE or --run-dir DIRECTORY). In this order:
+
+\b
+kvtool batch run in.jsonl --engine ENGINE --plan   what it would take
+kvtool batch run in.jsonl --engine ENGINE          Ctrl-C stops it
+kvtool batch status in.results.jsonl.job           from any terminal
+kvtool batch resume in.results.jsonl.job           after a stop or a crash
+
+Answers are in in.results.jsonl, in the order of the input; lines without
+one, and why, in in.results.errors.jsonl.
+
+Exit codes: 0 all was answered; 1 stopped before the end; 2 refused; 3 done,
+but some lines have no answer.
+"""
 UNANSWERED = 3
 """Exit code of a job that is done, where some lines have no answer."""
 
@@ -257,21 +267,20 @@ def results(
 ) -> None:
     """Write what is answered so far, in input order, while the job runs or after."""
     from kvtool.batch.look import write_so_far
+    from kvtool.batch.results import errors_path
 
     written = write_so_far(job, output)
-    console.done(f"{written.answered} answers in {written.output}, {written.failed} lines without one beside it")
+    console.done(f"{written.answered} answered: {written.output}")
+    if written.failed:
+        console.done(f"{written.failed} without an answer so far: {errors_path(written.output)}")
     typer.echo(str(written.output))
 
 
 def _make(wanted: Wanted, plan: bool) -> Made:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
     from kvtool.batch.submit import make, planned
 
-    columns = (TextColumn("checking requests"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
-    with Progress(*columns, console=console.err(), transient=True) as bars:
-        row = bars.add_task("", total=None)
-        return (planned if plan else make)(wanted, lambda done, total: bars.update(row, completed=done, total=total))
+    with batch_show.checking() as tell:
+        return (planned if plan else make)(wanted, tell)
 
 
 def _show_plan(made: Made, as_json: bool) -> None:
@@ -290,12 +299,11 @@ def _show_plan(made: Made, as_json: bool) -> None:
 
 def _work(folder: Path, job_s: float | None, tokens: int | None, as_json: bool) -> None:
     from kvtool.batch.job import read_job
-    from kvtool.batch.look import summary, summary_rows
-    from kvtool.batch.results import errors_path
+    from kvtool.batch.look import summary, summary_rows, unanswered
     from kvtool.batch.work import interrupts, limits_of, raised, work
 
     limits = raised(limits_of(read_job(folder)), job_s, tokens)
-    with interrupts() as stop, _bar(as_json) as tell:
+    with interrupts() as stop, batch_show.working(as_json) as tell:
         worked = work(folder, tell=tell, stop=stop, limits=limits)
     found = summary(worked)
     if as_json:
@@ -307,24 +315,8 @@ def _work(folder: Path, job_s: float | None, tokens: int | None, as_json: bool) 
         console.warn(f"stopped: {worked.why}; the rest waits for: kvtool batch resume {folder}")
         raise typer.Exit(1)
     if worked.failed:
-        console.warn(f"{worked.failed} lines have no answer; why: {errors_path(worked.output)}")
+        console.warn(unanswered(worked))
         raise typer.Exit(UNANSWERED)
-
-
-@contextlib.contextmanager
-def _bar(quiet: bool) -> Iterator[Callable[[Counts], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from kvtool.batch.look import rates
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console.err(), transient=True, disable=quiet) as bars:
-        row = bars.add_task("", total=None, said="starting")
-
-        def tell(counts: Counts) -> None:
-            bars.update(row, completed=counts.over, total=counts.requests, said=rates(counts))
-
-        yield tell
 
 
 def _spawn(folder: Path) -> None:
@@ -347,6 +339,6 @@ def _spawn(folder: Path) -> None:
         if process.poll() is not None:
             break
         time.sleep(0.05)
-    if process.poll() not in (None, 0):
+    if process.poll() not in (None, 0, UNANSWERED):
         said = (folder / "log").read_text(errors="replace").strip().splitlines()
         raise Refused(said[-1] if said else f"the job's process ended at once; see {folder / 'log'}")

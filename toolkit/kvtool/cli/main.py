@@ -47,6 +47,7 @@ PIP_LINES = {
     "grpc": "pip install 'kvtool[serve]'",
     "pytriton": "pip install 'kvtool[serve]'",
     "greenlet": "pip install 'kvtool[sim]'",
+    "pyarrow": "pip install 'kvtool[batch]'",
     "mpi4py": "pip install 'kvtool[mpi]'",
     "nixl": "pip install 'kvtool[ucx]'",
     "nixl_cu13": "pip install 'kvtool[ucx]'",

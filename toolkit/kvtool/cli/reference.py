@@ -76,7 +76,7 @@ def _walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _command(path: str, command: Any) -> str:
-    words = [f"### `{path}`\n\n{_plain(command.help)}\n\n"]
+    words = [f"### `{path}`\n\n{_fenced(_plain(command.help))}\n\n"]
     rows = [_option_row(parameter) for parameter in options(command)]
     if rows:
         words.append("| | default | |\n|---|---|---|\n" + "".join(rows) + "\n")
@@ -170,6 +170,12 @@ def _value(default: Any) -> str:
 
 def _plain(text: str | None) -> str:
     return "\n".join(line.strip() for line in (text or "").strip().splitlines())
+
+
+def _fenced(text: str) -> str:
+    """Paragraphs behind a line of \\b, which a terminal keeps as they are, become blocks."""
+    parts = text.split("\n\n")
+    return "\n\n".join(f"```text\n{part[2:]}\n```" if part.startswith("\b\n") else part for part in parts)
 
 
 def _cell(text: str) -> str:
