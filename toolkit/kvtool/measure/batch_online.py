@@ -207,7 +207,12 @@ def _stages(seen: Sequence[Seen]) -> dict[str, dict[str, float]]:
 def _window_fields(window: Window) -> dict[str, Any]:
     fields = asdict(window)
     fields["seen"] = [
-        {**asdict(one), "late_s": round(one.late_s, 4), "token_at_s": [round(at_s, 4) for at_s in one.token_at_s]}
+        {
+            **asdict(one),
+            "late_s": round(one.late_s, 4),
+            "token_at_s": [round(at_s, 4) for at_s in one.token_at_s],
+            "stages": {name: round(took, 4) for name, took in one.stages.items()},
+        }
         for one in window.seen
     ]
     return fields
