@@ -43,11 +43,12 @@ from kvtool.triton.process import look
 from kvtool.triton.wire import Step
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "hit_tokens": {"dram": 4}}
+SECONDS = {"prefill": {"prefill": 0.5, "queue": 3.0}, "decode": {"prefill": 0.25}}
 
 
 def script(asked: dict[str, Any]) -> Iterator[Step]:
     yield Step((1,), "so ", "", {})
-    yield Step((2,), f"much for {asked['text_input']}", "length", USAGE)
+    yield Step((2,), f"much for {asked['text_input']}", "length", {**USAGE, "seconds": SECONDS})
 
 
 def fails(error: Exception) -> Script:
@@ -131,7 +132,7 @@ def test_an_answer_comes_whole_with_its_usage_after_its_prompt_was_published(
     one = ready(5, "it", temperature=0.5, top_k=3, top_p=0.25, seed=9, stop=("x", "y"), ignore_eos=True)
     target(front.url).start(one, told)
     assert told.events.get(timeout=10) == Published(5, "job-5-1")
-    assert told.events.get(timeout=10) == Ended(5, "job-5-1", "so much for it", "length", USAGE)
+    assert told.events.get(timeout=10) == Ended(5, "job-5-1", "so much for it", "length", {**USAGE, "prefill_s": 0.75})
     asked = front.asked[0]
     assert asked.pop("request_id").startswith("batch-")
     assert asked == {
