@@ -142,6 +142,23 @@ def test_the_plan_says_what_it_would_take_and_makes_nothing(kvtool: Kvtool, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
+@pytest.mark.real
+def test_requests_out_of_time_and_a_job_out_of_tokens(kvtool: Kvtool, tmp_path: Path, small_engine: Path) -> None:
+    source = write_words(tmp_path / "in.jsonl", 6, 200)
+    run = ["run", str(source), "--engine", str(small_engine), "--threads", "1", "--concurrent", "1", "--json"]
+    late = kvtool(*run, "-o", "late.jsonl", "--request-deadline", "10ms", "--attempts", "2")
+    found = json.loads(late.out)
+    assert late.code == 3 and (found["answered"], found["failed"], found["retries"]) == (0, 6, 6), late.err
+    errors = [json.loads(line)["error"] for line in (tmp_path / "late.errors.jsonl").read_text().splitlines()]
+    assert {error["code"] for error in errors} == {"deadline_passed"} and all(error["message"] for error in errors)
+    spent = kvtool(*run, "-o", "spent.jsonl", "--token-budget", "300")
+    found = json.loads(spent.out)
+    assert spent.code == 1 and (found["answered"], found["left"], found["generated_tokens"]) == (2, 4, 400)
+    assert "stopped: the job's 300 tokens are used up; the rest waits for: kvtool batch resume" in spent.err
+    again = kvtool("resume", found["job"], "--token-budget", "100000", "--json")
+    assert again.code == 0 and json.loads(again.out)["answered"] == 6
+
+
 ONE = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}
 
 

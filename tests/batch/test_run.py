@@ -18,6 +18,7 @@ from kvtool.batch.results import errors_path, write_results
 from kvtool.batch.rules import Limits
 from kvtool.batch.run import Runner
 from kvtool.batch.store import Store
+from kvtool.batch.target import Ready, Tell
 from kvtool.errors import EngineFailed, KvtoolError, Overloaded, Refused, RequestRefused, Unavailable, Unreachable
 
 COUNT = 40
@@ -182,6 +183,22 @@ def test_the_jobs_time_counts_over_its_runs(job: Path) -> None:
     worked_s = read_progress(job)["seconds"]
     why, _ = run(job, Echo(held=lambda number: True), limits, worked_s=worked_s, now_s=lambda: now[0])
     assert why == "the job's time of 5 s is up"
+
+
+def test_an_attempt_has_the_requests_time_or_what_the_job_has_left(job: Path) -> None:
+    deadlines: list[float] = []
+
+    class Timed(Echo):
+        def start(self, ready: Ready, tell: Tell) -> None:
+            deadlines.append(ready.deadline_s)
+            super().start(ready, tell)
+
+    run(job, Timed(), Limits(request_s=9.0), now_s=lambda: 0.0)
+    assert set(deadlines) == {9.0}
+    deadlines.clear()
+    (job / JOURNAL).write_bytes(b"")
+    run(job, Timed(), Limits(request_s=9.0, job_s=5.0), worked_s=2.0, now_s=lambda: 0.0)
+    assert set(deadlines) == {3.0}
 
 
 def test_a_changed_input_stops_the_job_and_it_goes_on_with_the_old_one(job: Path) -> None:
