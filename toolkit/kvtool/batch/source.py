@@ -154,7 +154,7 @@ def _csv(path: Path, mapping: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 
 def _parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     try:
-        import pyarrow.parquet as parquet
+        import pyarrow.parquet as found
     except ModuleNotFoundError:
         raise Missing("Parquet files need pyarrow; run: pip install 'kvtool[batch]'") from None
     except (ImportError, AttributeError) as error:  # built for another numpy
@@ -162,6 +162,7 @@ def _parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[dict[str, Any]]
             f"Parquet files need pyarrow, and the one that is installed does not load: {error}; run: pip install "
             "'kvtool[batch]'"
         ) from None
+    parquet: Any = found  # typed in some releases, and in part
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises many kinds
