@@ -276,6 +276,32 @@ def test_batch_requests_have_half_of_the_queue(make: Make) -> None:
     assert all(stream.wait().last.error is None for stream in [running, *waiting, *online])
 
 
+class Slow(Watched):
+    """A step takes a millisecond for each of its rows."""
+
+    def decode(self, batch: Any) -> Any:
+        time.sleep(1e-3 * len(batch))
+        return super().decode(batch)
+
+
+def test_batch_rows_take_a_bounded_share_of_an_online_streams_time(make: Make) -> None:
+    engine = Slow()
+    worker = make(DecodeWorker, engine, replace(DECODE, batch_max=16))
+    jobs = [decoded(worker, batch(f"b{number}", (1, 2), 200)) for number in range(4)]
+    assert all(stream.first.wait(WAIT_S) for stream in jobs)
+    begun = len(engine.said)
+    online = decoded(worker, Request("o", (3, 4), 120))
+    assert online.wait().tokens == alone((3, 4), 120)
+    done = sum(len(stream.events) for stream in jobs)
+    for stream in jobs:
+        worker.cancel(stream.events[0].request_id)
+    rows = [count for what, count in engine.said[begun:] if what == "step"]
+    mixed = rows.count(5)
+    assert 2 <= mixed <= rows.count(1) / 4, rows
+    assert done >= 4 * mixed, "batch requests go on meanwhile"
+    assert all(stream.wait() for stream in jobs)
+
+
 def test_what_a_batch_request_generated_is_kept_for_nobody(make: Make) -> None:
     from serving import embedded
 

@@ -22,56 +22,20 @@ from kvtool.engine.base import DecodeStep, Engine
 from kvtool.engine.sampling import sample
 from kvtool.errors import Cancelled, EngineFull, KvtoolError, RequestRefused
 from kvtool.pool.base import Pool
-from kvtool.serve.backlog import BacklogWorker, FinishedJob
+from kvtool.serve.backlog import BacklogWorker
 from kvtool.serve.check import capacity_tokens, check_room
+from kvtool.serve.decode_job import DecodeJob, hits_of
 from kvtool.serve.gate import Mean
 from kvtool.serve.handoff import Handoff
-from kvtool.serve.keys import PromptKeys, prompt_keys
+from kvtool.serve.keys import prompt_keys
 from kvtool.serve.options import DecodeOptions
 from kvtool.serve.put import Staged
 from kvtool.serve.request import Event, Finish, OnEvent, Request, Usage
 from kvtool.serve.text import Decoder, Step, TextStream
-from kvtool.serve.turns import FIRM_S, Share, admission_order, is_batch, next_chunk, together
+from kvtool.serve.turns import BESIDE_SHARE, FIRM_S, Share, admission_order, is_batch, next_chunk, together
 
 
-class _Job(FinishedJob):
-    """Stages: waiting -> pulling -> filling -> running -> over."""
-
-    def __init__(
-        self,
-        request: Request,
-        on_event: OnEvent,
-        handoff: Handoff | None,
-        keys: PromptKeys,
-        text: TextStream,
-        now_s: float,
-    ) -> None:
-        super().__init__(request, keys, now_s)
-        self.on_event, self.handoff, self.text = on_event, handoff, text
-        self.on_prompt_put: Callable[[], None] | None = None
-        self.prompt_from: int | None = None  # the next block of the prompt to stage; None: nothing (more) to stage
-        self.stage = "waiting"
-        self.end = len(request.tokens) - 1  # [0, end) must be there before the first step
-        self.generated: list[int] = []
-        self.sent = 0
-        self.usage = Usage(prompt_tokens=len(request.tokens))
-
-    @property
-    def urgent(self) -> bool:
-        """An online request that has no token yet."""
-        return not is_batch(self) and self.stage != "over" and not self.generated
-
-    @property
-    def position(self) -> int:
-        """Where the next step feeds `last_token`."""
-        return len(self.request.tokens) - 1 + len(self.generated)
-
-    @property
-    def last_token(self) -> int:
-        return self.generated[-1] if self.generated else self.request.tokens[-1]
-
-
-class DecodeWorker(BacklogWorker[_Job]):
+class DecodeWorker(BacklogWorker[DecodeJob]):
     """See the module. `tokenizer` None: no stop strings, and nothing is held back."""
 
     role = "decode"
@@ -90,6 +54,7 @@ class DecodeWorker(BacklogWorker[_Job]):
         self._options = options or DecodeOptions()
         self._tokenizer = tokenizer
         self._filling = Share(self._options.recompute_share)
+        self._company = Share(BESIDE_SHARE)
         self._step_rate = Mean()
         super().__init__(engine, pool, namespace, self._options, clock=clock, close_pool=close_pool)
         self._thread.start()
@@ -114,9 +79,9 @@ class DecodeWorker(BacklogWorker[_Job]):
             if request.stop and self._tokenizer is None:
                 raise RequestRefused(f"{request.request_id}: stop strings need a tokenizer, this worker has none")
 
-        def make(now_s: float) -> _Job:
+        def make(now_s: float) -> DecodeJob:
             keys = prompt_keys(request, self._engine, self._namespace)
-            job = _Job(request, on_event, handoff, keys, TextStream(self._tokenizer, request.stop), now_s)
+            job = DecodeJob(request, on_event, handoff, keys, TextStream(self._tokenizer, request.stop), now_s)
             job.on_prompt_put = on_prompt_put
             return job
 
@@ -147,12 +112,17 @@ class DecodeWorker(BacklogWorker[_Job]):
         else:
             self._filling.forgive()
             self._canonicalising.forgive()
-        filled = self._fill([job for job in jobs if batch or not is_batch(job)])
+        alone = not any(not is_batch(job) for job in running)
+        batch = batch and (alone or self._company.may_run())
+        filled = self._fill([job for job in jobs if batch or not is_batch(job)], alone)
         tidied = not filled and not any(job.stage == "filling" for job in jobs) and self._tidy()
         return bool(rows) or filled or tidied
 
-    def _rows(self, running: list[_Job], batch: bool, now_s: float) -> list[_Job]:
+    def _rows(self, running: list[DecodeJob], batch: bool, now_s: float) -> list[DecodeJob]:
         online = [job for job in running if not is_batch(job)]
+        if not online:
+            self._company.forgive()
+        batch = batch and self._company.may_run()
         rows = together(online, [job for job in running if is_batch(job)], batch, self._options.batch_max)
         if len(rows) > len(online):
             self._beside.ran(now_s)
@@ -160,7 +130,7 @@ class DecodeWorker(BacklogWorker[_Job]):
             job.served_at_s = now_s
         return rows
 
-    def _advance(self, job: _Job, now_s: float) -> None:
+    def _advance(self, job: DecodeJob, now_s: float) -> None:
         error = self._overdue(job, now_s)
         if job.task is not None:
             if not job.task.done.is_set():
@@ -175,7 +145,7 @@ class DecodeWorker(BacklogWorker[_Job]):
         elif job.stage == "filling" and job.left <= 0:
             self._join(job, now_s)
 
-    def _admit(self, jobs: list[_Job], now_s: float, batch: bool) -> None:
+    def _admit(self, jobs: list[DecodeJob], now_s: float, batch: bool) -> None:
         """`batch`: may batch requests begin. They have rows of their own, since they need not take part in a step."""
         there = [job for job in jobs if job.stage in ("pulling", "filling", "running")]
         admitted = {kind: sum(is_batch(job) == kind for job in there) for kind in (False, True)}
@@ -193,7 +163,7 @@ class DecodeWorker(BacklogWorker[_Job]):
             job.served_at_s = now_s
             self._start(job, now_s)
 
-    def _make_room(self, job: _Job, jobs: list[_Job], now_s: float) -> bool:
+    def _make_room(self, job: DecodeJob, jobs: list[DecodeJob], now_s: float) -> bool:
         """Open the job's sequence; finished requests give up their memory for it, oldest first, and then batch requests
         for an online one."""
         while True:
@@ -204,7 +174,7 @@ class DecodeWorker(BacklogWorker[_Job]):
                 if not self._drop_oldest() and (is_batch(job) or not self._give_way(jobs)):
                     return False
 
-    def _start(self, job: _Job, now_s: float) -> None:
+    def _start(self, job: DecodeJob, now_s: float) -> None:
         job.stage = "filling"
         handoff = job.handoff
         empty = handoff is not None and handoff.blocks == 0 and handoff.tail == 0
@@ -217,7 +187,7 @@ class DecodeWorker(BacklogWorker[_Job]):
         if job.stage == "filling" and job.left <= 0:
             self._join(job, now_s)
 
-    def _pulled(self, job: _Job) -> None:
+    def _pulled(self, job: DecodeJob) -> None:
         assert job.sequence is not None
         task, job.task, job.stage = job.task, None, "filling"
         if task is None or not task.pulled.blocks:
@@ -226,10 +196,11 @@ class DecodeWorker(BacklogWorker[_Job]):
         job.pulled_blocks = min(pulled.blocks, len(job.keys.keys))
         job.at = job.sequence.length = min(job.keys.covered(pulled.blocks), job.end)
         job.usage.path_bytes, job.usage.seconds["fetch"] = pulled.path_bytes, pulled.seconds
-        job.usage.hit_tokens = _hits(job.handoff, pulled.by_tier[: job.pulled_blocks], self._block_tokens)
+        job.usage.hit_tokens = hits_of(job.handoff, pulled.by_tier[: job.pulled_blocks], self._block_tokens)
 
-    def _fill(self, jobs: list[_Job]) -> bool:
-        """Recompute one chunk of what could not be pulled, if the batch can spare the time."""
+    def _fill(self, jobs: list[DecodeJob], alone: bool) -> bool:
+        """Recompute one chunk of what could not be pulled, if the batch can spare the time. `alone`: no online stream
+        waits for its next token meanwhile."""
         if not self._filling.may_run():
             return False
         job = next_chunk((job for job in jobs if job.stage == "filling"), self._clock.now_s())
@@ -242,11 +213,13 @@ class DecodeWorker(BacklogWorker[_Job]):
             return True
         job.usage.seconds["prefill"] = job.usage.seconds.get("prefill", 0.0) + seconds
         self._filling.spent(seconds)
+        if is_batch(job) and not alone:
+            self._company.spent(seconds)
         if job.left <= 0:
             self._join(job, self._clock.now_s())
         return True
 
-    def _join(self, job: _Job, now_s: float) -> None:
+    def _join(self, job: DecodeJob, now_s: float) -> None:
         hits = sum(job.usage.hit_tokens.values())
         job.usage.computed_tokens = len(job.request.tokens) - hits
         job.usage.seconds["join"] = now_s - job.arrived_at_s
@@ -256,7 +229,7 @@ class DecodeWorker(BacklogWorker[_Job]):
         elif job.on_prompt_put is not None:
             self._call(f"on_prompt_put request={job.id}", job.on_prompt_put)
 
-    def _put_prompt(self, job: _Job) -> None:
+    def _put_prompt(self, job: DecodeJob) -> None:
         """Stage what there is room for of the prompt's blocks. What prefill made before the first step is canonical."""
         if job.prompt_from is None or job.sequence is None or self._putter is None:
             return
@@ -274,7 +247,7 @@ class DecodeWorker(BacklogWorker[_Job]):
         elif done:
             self._call(f"on_prompt_put request={job.id}", done)
 
-    def _step(self, running: list[_Job]) -> None:
+    def _step(self, running: list[DecodeJob]) -> None:
         began_s = time.perf_counter()
         for job, logits in self._logits(running):
             self._emit(job, logits)
@@ -283,8 +256,13 @@ class DecodeWorker(BacklogWorker[_Job]):
         self._count("steps")
         self._filling.earned(seconds)
         self._canonicalising.earned(seconds)
+        batch = sum(is_batch(job) for job in running)
+        if not batch:
+            self._company.earned(seconds)
+        elif batch < len(running):
+            self._company.spent(seconds * batch / len(running))
 
-    def _logits(self, running: list[_Job]) -> list[tuple[_Job, npt.NDArray[np.float32]]]:
+    def _logits(self, running: list[DecodeJob]) -> list[tuple[DecodeJob, npt.NDArray[np.float32]]]:
         """One step of the batch. If it fails, each is tried alone, and only those that fail again are lost: a step that
         is repeated writes the same KV to the same position."""
         steps = []
@@ -301,7 +279,7 @@ class DecodeWorker(BacklogWorker[_Job]):
             return [pair for job in running for pair in self._logits([job])]
         return list(zip(running, rows, strict=True))
 
-    def _emit(self, job: _Job, logits: npt.NDArray[np.float32]) -> None:
+    def _emit(self, job: DecodeJob, logits: npt.NDArray[np.float32]) -> None:
         """Draw the token, and send what it sets free."""
         if job.finished:
             return
@@ -332,18 +310,18 @@ class DecodeWorker(BacklogWorker[_Job]):
         if last:
             self._finish(job, Finish.LENGTH, job.text.flush())
 
-    def _send(self, job: _Job, event: Event) -> None:
+    def _send(self, job: DecodeJob, event: Event) -> None:
         job.sent += len(event.tokens)
         self._call(f"on_event request={job.id}", lambda: job.on_event(event))
 
-    def _finish(self, job: _Job, finish: Finish, step: Step) -> None:
+    def _finish(self, job: DecodeJob, finish: Finish, step: Step) -> None:
         if self._claim(job, finish.value):
             self._last(job, finish, step.tokens, step.context, step.cut_chars)
         self._retire(job, job.generated)
 
     # The end of a request, on any thread.
 
-    def _end(self, job: _Job, error: KvtoolError) -> None:
+    def _end(self, job: DecodeJob, error: KvtoolError) -> None:
         cancelled = isinstance(error, Cancelled)
         if self._claim(job, "cancelled" if cancelled else "failed"):
             finish = Finish.CANCELLED if cancelled else Finish.ERROR
@@ -351,7 +329,7 @@ class DecodeWorker(BacklogWorker[_Job]):
 
     def _last(
         self,
-        job: _Job,
+        job: DecodeJob,
         finish: Finish,
         tokens: tuple[int, ...] = (),
         context: tuple[int, ...] = (),
@@ -363,7 +341,7 @@ class DecodeWorker(BacklogWorker[_Job]):
         job.usage.seconds["total"] = self._clock.now_s() - job.arrived_at_s
         self._send(job, Event(job.id, job.sent, tokens, context, cut_chars, finish, job.usage, error))
 
-    def _waits(self, job: _Job) -> bool:
+    def _waits(self, job: DecodeJob) -> bool:
         return job.stage == "waiting"
 
     def status(self) -> dict[str, Any]:
@@ -374,13 +352,3 @@ class DecodeWorker(BacklogWorker[_Job]):
         status["backlog"] = len(self._backlog)
         status["rates"]["decode_tokens_s"] = self._step_rate.value
         return status
-
-
-def _hits(handoff: Handoff | None, tiers: list[str], block_tokens: int) -> dict[str, int]:
-    """Prompt tokens by tier that came from the pool and were there before the request: `tiers` of the blocks pulled,
-    less those that the request's own prefill had put there just before."""
-    if handoff is not None:
-        if handoff.hit_tokens and handoff.hit_blocks <= len(tiers):
-            return dict(handoff.hit_tokens)  # where prefill read them, before that moved them
-        tiers = tiers[: handoff.hit_blocks]
-    return {tier: tiers.count(tier) * block_tokens for tier in dict.fromkeys(tiers)}

@@ -13,6 +13,8 @@ BATCH_PRIORITY = 0
 """Of requests that nobody waits for: batch jobs. All others are online requests."""
 FIRM_S = 60.0
 """A batch request that waited so long is admitted before online ones that came later, and keeps what it then holds."""
+BESIDE_SHARE = 0.2
+"""Of the time of online streams that batch requests may take between two of their tokens."""
 _CALM_S = 60.0
 _PIECE_S, _CALM_PIECE_S = 0.1, 0.5
 
