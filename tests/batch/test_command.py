@@ -102,6 +102,7 @@ def test_answers_are_those_of_one_request_at_a_time(kvtool: Kvtool, tmp_path: Pa
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_so_are_those_of_a_real_model(kvtool: Kvtool, tmp_path: Path, smollm2_engine: Path) -> None:
     assert_same_alone(kvtool, write(tmp_path / "in.jsonl"), smollm2_engine, REQUESTS, 0.1)
 

@@ -216,6 +216,7 @@ def kill_the_command(folder: Path, engine: Path, count: int, max_tokens: int, ki
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_command_killed_at_random_gives_what_an_undisturbed_one_gives(tmp_path: Path, small_engine: Path) -> None:
     kill_the_command(tmp_path, small_engine, count=12, max_tokens=16, kills=2, seed=2)
 

@@ -17,7 +17,7 @@ from kvtool.serve.request import Event, Request
 
 pytestmark = pytest.mark.real
 
-MAX_TOKENS = 10
+MAX_TOKENS = 6
 CHUNK = 512
 
 

@@ -11,7 +11,7 @@ from deployed import Deployed
 
 from kvtool.triton import install
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
 def test_a_tritonserver_on_the_path_is_taken(

@@ -7,7 +7,7 @@ import pytest
 from kvtool.sim.seeds import run_seeds
 from kvtool.sim.shape import FAULTS
 
-SEEDS = 300
+SEEDS = 200
 HAD = (
     *(f"fault: {kind}" for kind in FAULTS if kind != "slow network"),
     "net: slow message", "net: keepalive gave up", "one-sided: read", "one-sided: write",
