@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -183,16 +184,28 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_hung_process_costs_one_budget_at_most(tmp_path: Path, signal_: signal.Signals) -> None:
-    address = str(tmp_path / "c.sock")
+@contextlib.contextmanager
+def a_worker_apart(folder: Path) -> Iterator[tuple[Control, subprocess.Popen[bytes]]]:
+    """A scheduler, a worker in this process, and one in a process of its own, which have met."""
+    address = str(folder / "c.sock")
     there = Control(address, KEY, 2, HELLO)
     own = ControlWorker(address, KEY, {**HELLO, "rank": 0}, Holds(5))
     script = WORKER.format(key=KEY)
     other = subprocess.Popen([sys.executable, "-c", script, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         there.wait_for_workers(30)
+        yield there, other
+    finally:
+        other.kill()
+        other.communicate()
+        own.close()
+        there.close()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_hung_process_costs_one_budget_at_most(tmp_path: Path, signal_: signal.Signals) -> None:
+    with a_worker_apart(tmp_path) as (there, other):
         assert there.stage(1, KEYS, 10.0) == 5
         os.kill(other.pid, signal_)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
@@ -202,11 +215,6 @@ def test_a_killed_or_hung_process_costs_one_budget_at_most(tmp_path: Path, signa
         if signal_ is signal.SIGSTOP:
             os.kill(other.pid, signal.SIGCONT)
             assert there.stage(3, KEYS, 10.0) == 5
-    finally:
-        other.kill()
-        other.communicate()
-        own.close()
-        there.close()
 
 
 def test_half_an_answer_costs_no_more_than_none(tmp_path: Path) -> None:
@@ -227,13 +235,8 @@ def test_half_an_answer_costs_no_more_than_none(tmp_path: Path) -> None:
 @pytest.mark.real
 def test_a_process_that_reads_nothing_never_blocks_the_engine(tmp_path: Path) -> None:
     """Keys of long prompts fill its socket: it is given up then, and meets the scheduler again when it goes on."""
-    address, keys = str(tmp_path / "c.sock"), [bytes(32)] * 4096
-    there = Control(address, KEY, 2, HELLO)
-    own = ControlWorker(address, KEY, {**HELLO, "rank": 0}, Holds(5))
-    script = WORKER.format(key=KEY)
-    other = subprocess.Popen([sys.executable, "-c", script, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        there.wait_for_workers(30)
+    keys = [bytes(32)] * 4096
+    with a_worker_apart(tmp_path) as (there, other):
         os.kill(other.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
         asked = threading.Thread(target=lambda: [there.stage(load, keys, 0.05) for load in range(20)], daemon=True)
@@ -244,11 +247,6 @@ def test_a_process_that_reads_nothing_never_blocks_the_engine(tmp_path: Path) ->
         os.kill(other.pid, signal.SIGCONT)
         there.wait_for_workers(30)
         assert there.stage(99, keys, 10.0) == 5
-    finally:
-        other.kill()
-        other.communicate()
-        own.close()
-        there.close()
 
 
 def test_a_worker_gives_up_where_there_is_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
