@@ -110,7 +110,6 @@ class Pace:
 
 def summary(worked: Worked) -> dict[str, Any]:
     counts = worked.counts
-    hits = sum(counts.hit_tokens.values())
     return {
         "answered": counts.done,
         "failed": counts.failed,
@@ -118,11 +117,11 @@ def summary(worked: Worked) -> dict[str, Any]:
         "retries": counts.retries,
         "seconds": round(counts.seconds, 2),
         "prompt_tokens": counts.tokens_in,
-        "reused_tokens": hits,
+        "reused_tokens": counts.reused,
         "hit_ratio": round(counts.hit_ratio, 4),
         "reused_by_tier": dict(counts.hit_tokens),
         "reuse_saved_s": round(counts.saved_s, 2),
-        "computed_tokens": counts.tokens_in - hits,
+        "computed_tokens": counts.tokens_in - counts.reused,
         "generated_tokens": counts.tokens_out,
         "output": str(worked.output),
         "lines_without_answer": worked.failed,
@@ -131,7 +130,7 @@ def summary(worked: Worked) -> dict[str, Any]:
 
 def summary_rows(worked: Worked) -> list[tuple[str, str]]:
     counts = worked.counts
-    hits, left = sum(counts.hit_tokens.values()), counts.requests - counts.over
+    left = counts.requests - counts.over
     rows = [("answered", f"{counts.done} of {counts.requests} requests")]
     if counts.failed:
         rows.append(("failed for good", str(counts.failed)))
@@ -141,7 +140,7 @@ def summary_rows(worked: Worked) -> list[tuple[str, str]]:
         rows.append(("tried again", str(counts.retries)))
     took = f"{duration(counts.seconds)}, {counts.done / counts.seconds:.2f} requests/s" if counts.seconds else "no time"
     rows += [("took", took), ("prompt tokens", f"{counts.tokens_in}, of these {_reused(counts)}")]
-    if hits and counts.prefill_s:
+    if counts.reused and counts.prefill_s:
         rows.append(("reuse saved", f"about {duration(counts.saved_s)} of computing"))
     rows += [("generated tokens", str(counts.tokens_out)), ("answers", str(worked.output))]
     if worked.failed:
@@ -151,7 +150,7 @@ def summary_rows(worked: Worked) -> list[tuple[str, str]]:
 
 def _reused(counts: Counts) -> str:
     tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in counts.hit_tokens.items())
-    return f"{sum(counts.hit_tokens.values())} ({counts.hit_ratio:.0%}) reused" + (f": {tiers}" if tiers else "")
+    return f"{counts.reused} ({counts.hit_ratio:.0%}) reused" + (f": {tiers}" if tiers else "")
 
 
 def unanswered(worked: Worked) -> str:

@@ -77,16 +77,20 @@ class Counts:
             self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
 
     @property
+    def reused(self) -> int:
+        """Prompt tokens that came from the pool, of whatever tier."""
+        return sum(self.hit_tokens.values())
+
+    @property
     def saved_s(self) -> float:
         """What computing the reused tokens would have taken, at the rate at which the others were computed."""
-        hits = sum(self.hit_tokens.values())
-        computed = self.tokens_in - hits
-        return hits * self.prefill_s / computed if computed > 0 else 0.0
+        computed = self.tokens_in - self.reused
+        return self.reused * self.prefill_s / computed if computed > 0 else 0.0
 
     @property
     def hit_ratio(self) -> float:
         """Prompt tokens that came from the pool over prompt tokens."""
-        return sum(self.hit_tokens.values()) / self.tokens_in if self.tokens_in else 0.0
+        return self.reused / self.tokens_in if self.tokens_in else 0.0
 
 
 @dataclass
