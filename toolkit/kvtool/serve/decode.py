@@ -106,20 +106,20 @@ class DecodeWorker(BacklogWorker[DecodeJob]):
         running = [job for job in jobs if job.stage == "running"]
         for job in running:
             self._put_prompt(job)
-        rows = self._rows(running, batch, now_s)
+        online = [job for job in running if not is_batch(job)]
+        rows = self._rows(running, online, batch, now_s)
         if rows:
             self._step(rows)
         else:
             self._filling.forgive()
             self._canonicalising.forgive()
-        alone = not any(not is_batch(job) for job in running)
-        batch = batch and (alone or self._company.may_run())
-        filled = self._fill([job for job in jobs if batch or not is_batch(job)], alone)
+        batch = batch and (not online or self._company.may_run())
+        filled = self._fill([job for job in jobs if batch or not is_batch(job)], alone=not online)
         tidied = not filled and not any(job.stage == "filling" for job in jobs) and self._tidy()
         return bool(rows) or filled or tidied
 
-    def _rows(self, running: list[DecodeJob], batch: bool, now_s: float) -> list[DecodeJob]:
-        online = [job for job in running if not is_batch(job)]
+    def _rows(self, running: list[DecodeJob], online: list[DecodeJob], batch: bool, now_s: float) -> list[DecodeJob]:
+        """Who takes part in the next step. `online`: those of `running` that are no batch requests."""
         if not online:
             self._company.forgive()
         batch = batch and self._company.may_run()
